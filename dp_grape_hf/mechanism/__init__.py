@@ -1,10 +1,10 @@
-"""Draw, clip, sum, add noise: what the guarantee rests on. The room to audit.
+"""Sample, clip, sum, add noise: the code that the guarantee rests on. Audit this subpackage first.
 
-``sampling`` draws each logical batch (``units`` draws people instead of examples), ``collation``
-makes the rows of each of nothing else, ``clipping`` bounds what one of them adds, ``release`` adds
-it up and makes it private, and ``noise`` and ``streams`` are the randomness, which is secret;
-``banded`` correlates noise over steps.
-``signal`` tells how much of a release is more than noise.
+``sampling`` samples each logical batch (``units`` samples privacy units instead of examples).
+``collation`` makes the rows of each example from this example alone. ``clipping`` bounds the
+gradient of each example. ``release`` sums the clipped gradients and adds noise. ``noise`` and
+``streams`` hold the secret randomness, and ``banded`` correlates noise over steps. ``signal``
+estimates how much of a release is not noise.
 """
 
 from dp_grape_hf.mechanism.banded import Turn, Turns
@@ -15,7 +15,7 @@ from dp_grape_hf.mechanism.clipping import (
     factors_by_name,
     in_parts,
 )
-from dp_grape_hf.mechanism.collation import Grid, OwnRows, repeatable_seeds, secret_seeds
+from dp_grape_hf.mechanism.collation import Grid, RowCollator, repeatable_seeds, secret_seeds
 from dp_grape_hf.mechanism.noise import NOISE_SLICE
 from dp_grape_hf.mechanism.release import PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
@@ -48,9 +48,9 @@ __all__ = [
     "Grid",
     "LogicalBatch",
     "LogicalBatchCollator",
-    "OwnRows",
     "PoissonBatchSampler",
     "PrivateMechanism",
+    "RowCollator",
     "Signal",
     "Streams",
     "Turn",

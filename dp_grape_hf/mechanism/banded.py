@@ -1,8 +1,8 @@
-"""Noise that is correlated over steps, and which examples may take part in a step.
+"""Noise that is correlated over steps (banded matrix factorization), and the groups it needs.
 
-What it costs and why is in ``accounting.banded``: each unit has a group, a coin of its own decides
-which, and the groups take turns. So a unit takes part at most once in as many steps as there are
-bands.
+Each unit is assigned to one of b groups at random, and step t samples from group t mod b. So a unit
+takes part at most once in any b steps, where b is the number of bands. ``accounting.banded``
+computes epsilon.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class Turn(NamedTuple):
     """The step that a batch was sampled for."""
 
     bands: int
-    release: int  # its number since the run was started or resumed, from 0
+    release: int  # number of the release since the run was started or resumed, from 0
 
 
 class Turns:
-    """The groups of examples of one run, which take turns, and the number of its releases.
+    """The groups of units of one run, which take turns, and the number of its releases.
 
-    The groups belong to the run and not to a loader: noise goes on where another loader begins, so
-    the groups must be the same ones.
+    The groups belong to the run and not to a data loader: correlated noise continues when the run
+    makes another loader, so the groups must stay the same.
 
     Args:
-        bands: b, how many groups take turns; 1 for independent noise.
+        bands: b, the number of groups; 1 for independent noise.
 
     Attributes:
-        made: how many releases were made.
+        made: number of releases so far.
     """
 
     def __init__(self, bands: int = 1) -> None:
@@ -42,11 +42,11 @@ class Turns:
         self._groups: Groups | None = None
 
     def groups(self, num_samples: int, generator: torch.Generator) -> Groups | None:
-        """Returns the groups, which are formed at the first call; None if there is one group.
+        """Return the groups, which are formed at the first call; None if there is one group.
 
         Args:
-            num_samples: how many units there are.
-            generator: of coins that are secret.
+            num_samples: number of units.
+            generator: secret CPU generator that assigns units to groups.
         """
         if self.bands == 1:
             return None
@@ -63,40 +63,40 @@ class Turns:
         require(
             self.bands == 1 or turn in (None, Turn(self.bands, self.made)),
             f"This batch was sampled for {turn}, and Turn(bands={self.bands}, release="
-            f"{self.made}) is next. With correlated noise an example may take part once in as "
-            "many steps as there are bands, so the batches of a run are used in order, each of "
-            "them once. Call train() or start() first, take batches from one iterator of "
-            "trainer.get_train_dataloader(), and make a new one only when you leave that.",
+            f"{self.made}) is next. With correlated noise an example may take part only once in "
+            f"{self.bands} steps, so use the batches of a run in order, each of them once. Call "
+            "train() or start() first, take batches from one iterator of "
+            "trainer.get_train_dataloader(), and make a new iterator only when you stop using it.",
         )
 
 
-_PART = 2**18  # numbers of each earlier noise that are read at once
+_PART = 2**18  # numbers of each earlier noise vector that are read at once
 
 
 class BandedNoise:
-    """Adds ``w = C^-1 z`` to sums, step by step: ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``.
+    """Add ``w = C^-1 z`` to sums, step by step: ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``.
 
     Args:
-        coefficients: c_0 ... c_(b-1), of length 1 or less.
+        coefficients: c_0 ... c_(b-1), with an L2 norm of at most 1.
 
     Attributes:
-        made: how often it added noise.
+        made: number of calls of ``add_``.
 
     Guarantee:
-        Every z is drawn anew. The last b - 1 w, which say what later noise will take back, are
-        kept in this object alone, which refuses to be pickled or copied: a run that is resumed has
-        no memory of them.
+        Every z is drawn anew. This object alone keeps the last b - 1 noise vectors w, which
+        determine how later noise cancels earlier noise. It cannot be pickled or copied, so a
+        resumed run starts without them.
     """
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._first, *self._others = coefficients
-        self._ring: Tensor | None = None  # (b - 1, numbers): the last w, each over the oldest
+        self._ring: Tensor | None = None  # (b - 1, numbers): the last w; each replaces the oldest
         self.made = 0
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PrivacyError(
-            "the noise of earlier steps cannot be pickled or copied: whoever holds it knows what "
-            "is added to later ones. Leave it out of what you save."
+            "the noise of earlier steps cannot be pickled or copied. Anyone who has it knows a "
+            "part of later noise. Leave this object out of the files that you save."
         )
 
     @property
@@ -112,9 +112,14 @@ class BandedNoise:
         divisor: float,
         at_once: int | None = None,
     ) -> None:
-        """Makes each value ``(value + w) / divisor`` in place; as ``add_noise_``, where z has std.
+        """Make each value ``(value + w) / divisor`` in place.
 
-        The values have the same shapes each time.
+        Args:
+            values: as in ``add_noise_``, with the same shapes in each call.
+            std: standard deviation of z, before the division; 0 adds no noise.
+            generator: as in ``add_noise_``.
+            divisor: a constant.
+            at_once: as in ``add_noise_``.
         """
         self.made += 1
         if std:
@@ -129,39 +134,39 @@ class BandedNoise:
     def _next(
         self, ring: Tensor, std: float, generator: torch.Generator, at_once: int | None
     ) -> Tensor:
-        """Returns w in the memory of the oldest one, which is needed no longer."""
+        """Return the next w; it overwrites the oldest w, which no later step needs."""
         oldest = self.made % len(ring)
         ages = [(oldest - row - 1) % len(ring) for row in range(len(ring))]  # 0 of the newest
-        taken_back = ring.new_tensor([-self._others[age] / self._first for age in ages])
+        weights = ring.new_tensor([-self._others[age] / self._first for age in ages])
         for part in ring.split(_PART, dim=1):
-            part[oldest] = taken_back @ part
+            part[oldest] = weights @ part
         add_noise_([ring[oldest]], std / self._first, generator, 1.0, at_once)
         return ring[oldest]
 
 
 class Groups:
-    """Which units may be drawn at a step.
+    """A random assignment of units to groups; step t may sample units of group t mod ``bands``.
 
     Args:
-        num_samples: how many units there are.
-        bands: how many groups.
-        generator: of coins that are secret.
+        num_samples: number of units.
+        bands: number of groups.
+        generator: secret CPU generator.
 
     Guarantee:
-        The group of a unit is a coin of its own: uniform, independent of all others, and of which
-        other units there are. It stays until the object goes. That nobody knows it matters: units
-        are told apart by their number, and taking one out renumbers those behind it. To who does
-        not know the coins their groups are as likely as before.
+        The group of each unit is uniform, and independent of the groups of all other units and of
+        which other units exist. It does not change. The groups must stay secret: units are known by
+        their number, and removing a unit renumbers the units after it. While the groups are
+        secret, these units have the same distribution of groups as before.
     """
 
     def __init__(self, num_samples: int, bands: int, generator: torch.Generator) -> None:
-        coins = torch.rand(num_samples, dtype=torch.float64, generator=generator)
-        group = (coins * bands).long().clamp_(max=bands - 1)
+        uniform = torch.rand(num_samples, dtype=torch.float64, generator=generator)
+        group = (uniform * bands).long().clamp_(max=bands - 1)
         self._order = group.argsort(stable=True)
         self._ends = torch.bincount(group, minlength=bands).cumsum(0).tolist()
         self.count = bands
 
     def members(self, number: int) -> Tensor:
-        """Returns the units whose turn it is at a step, in increasing order."""
+        """Return the units that step ``number`` may sample, in increasing order."""
         group = number % self.count
         return self._order[self._ends[group - 1] if group else 0 : self._ends[group]]

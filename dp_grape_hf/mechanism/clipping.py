@@ -1,13 +1,13 @@
-"""Clips gradients to C: their norms, their factors, and the clipped sum.
+"""Clip per-sample gradients to C: their norms, the clipping factors and the clipped sum.
 
-A norm runs over all parameters of a sample jointly, and gradients may arrive one group of
-parameters after another: squares of norms add up over groups.
+A norm runs over all parameters of a sample jointly. Gradients may arrive one group of parameters
+after another: the squared norms of the groups are added up.
 
-A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient ``g_i``. Norms are
-those of ``f g_i``; what is added up is ``g_i``, and the release multiplies the sum.
+A parameter with a gradient factor f and gradient ``g_i`` enters the norm as ``f g_i``. The sum adds
+up ``g_i``, and the release multiplies the sum by f.
 
-The parameters of one module may be clipped apart from all others, each part to ``C / sqrt(2)``, so
-that neither takes C from the other (group-wise clipping; McMahan et al. 2018, He et al. 2023).
+Per-group clipping clips the parameters of one module and all other parameters separately, each part
+to ``C / sqrt(2)`` (McMahan et al. 2018, He et al. 2023). Then neither part reduces the other.
 
 Shapes: B samples in the physical batch.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from dp_grape_hf.gradients import Dense, FlatGradients, Gradients, PerSampleGradient
 from dp_grape_hf.projections import first_matches
 
-_SMALL = 2**12  # numbers of a gradient that is treated together with others of its kind
+_SMALL = 2**12  # numbers of a gradient below which it is concatenated with other small ones
 _NONE: Mapping[str, float] = {}
 _T = TypeVar("_T")
 
@@ -33,15 +33,15 @@ _T = TypeVar("_T")
 def factors_by_name(
     option: str, patterns: Mapping[str, float], names: Iterable[str]
 ) -> dict[str, float]:
-    """Returns the factor of each parameter that a pattern matches; the first that does counts.
+    """Return the factor of each parameter that a pattern matches; the first match counts.
 
     Args:
-        option: what the patterns were given for, in an error.
+        option: name of the option that the patterns come from, for an error.
         patterns: name pattern -> factor, in the order in which they are tried.
-        names: of all parameters that are trained.
+        names: names of all trained parameters.
 
     Raises:
-        PrivacyError: for a pattern that is never the first to match.
+        PrivacyError: if a pattern is not the first match of any parameter.
     """
     first = first_matches(list(names), patterns, option, "the parameters that are trained")
     return {name: patterns[match] for name, match in first.items() if match is not None}
@@ -49,9 +49,10 @@ def factors_by_name(
 
 @dataclass(frozen=True)
 class Gathered:
-    """The gradients of one batch, those that are small side by side.
+    """The gradients of one batch, with the small ones concatenated.
 
-    A model has many biases and norms, and a few calls for all take less time than a few for each.
+    A model has many biases and norms. A few calls for all of them take less time than a few calls
+    for each.
     """
 
     large: dict[str, PerSampleGradient]
@@ -60,7 +61,7 @@ class Gathered:
 
     @classmethod
     def of(cls, per_sample_grads: dict[str, PerSampleGradient]) -> Gathered:
-        """Takes the small gradients out of the dictionary, which is used from then on."""
+        """Move the small gradients out of the dictionary, which then holds the others."""
         shapes = {
             name: gradient.shape
             for name, gradient in per_sample_grads.items()
@@ -75,10 +76,10 @@ class Gathered:
         return cls(per_sample_grads, shapes, Dense(torch.cat(rows, 1)) if rows else None)
 
     def squared_norm(self, gradient_factors: Mapping[str, float] = _NONE) -> Tensor:
-        """Returns the squared norms over all of them jointly, (B,), float32.
+        """Return the squared norms over all gradients jointly, (B,), float32.
 
         Args:
-            gradient_factors: what is measured in place of g: parameter name -> f, of f g.
+            gradient_factors: parameter name -> f; the norm is of f g. Missing factors are 1.
         """
         squared = [
             _scaled(gradient.squared_norm().float(), gradient_factors.get(name, 1.0) ** 2)
@@ -106,11 +107,11 @@ def _scaled(values: Tensor, factor: float) -> Tensor:
 
 
 ByPart = dict[bool, Tensor]
-"""(B,), of what is clipped together; True is the part of the module that is clipped apart."""
+"""Part -> values (B,). True is the module that is clipped separately, False the rest."""
 
 
 def take(gradients: Gradients) -> dict[str, PerSampleGradient]:
-    """Moves gradients out of what holds them, so that each is freed once it is added up."""
+    """Move gradients into a new dictionary, so that each is freed once it is added up."""
     taken = dict(gradients)
     if isinstance(gradients, FlatGradients):
         gradients.others.clear()
@@ -120,21 +121,26 @@ def take(gradients: Gradients) -> dict[str, PerSampleGradient]:
 
 
 def in_parts(by_name: dict[str, _T], apart: str | None) -> dict[bool, dict[str, _T]]:
-    """Returns what is of parameters as these are clipped, in one part or two.
+    """Split values of parameters into the parts that are clipped separately.
 
-    What is of ``apart`` is moved.
+    Args:
+        by_name: parameter name -> value. Values of the module ``apart`` are removed from it.
+        apart: name of the module that is clipped separately; None for one part.
+
+    Returns:
+        Part -> its values by parameter name, without empty parts; True is the module's part.
     """
-    own = [n for n in by_name if apart is not None and n.startswith(f"{apart}.")]
-    moved = {name: by_name.pop(name) for name in own}
+    of_module = [n for n in by_name if apart is not None and n.startswith(f"{apart}.")]
+    moved = {name: by_name.pop(name) for name in of_module}
     return {part: some for part, some in ((False, by_name), (True, moved)) if some}
 
 
 class ExactNorms:
-    """The norms of the samples of a physical batch, from one group of parameters after another.
+    """The gradient norms of a physical batch, added up over groups of parameters.
 
     Args:
         gradient_factors: as in ``Gathered.squared_norm``.
-        apart: name of a module whose parameters are clipped apart.
+        apart: name of a module that is clipped separately; None for one part.
     """
 
     def __init__(
@@ -144,19 +150,19 @@ class ExactNorms:
         self._squared: ByPart = {}
 
     def add(self, per_sample_grads: Gradients) -> None:
-        """Takes a group of parameters into account; groups have no parameter in common."""
+        """Add the norms of a group of parameters; groups have no parameter in common."""
         for part, some in in_parts(dict(per_sample_grads), self._apart).items():
-            found = Gathered.of(some).squared_norm(self._gradient_factors)
-            self._squared[part] = self._squared.get(part, 0.0) + found
+            squared = Gathered.of(some).squared_norm(self._gradient_factors)
+            self._squared[part] = self._squared.get(part, 0.0) + squared
 
     def by_part(self) -> ByPart:
-        """Returns the norms over all groups of each part, float32; not finite for NaN and Inf."""
+        """Return the norms (B,) of each part, float32; not finite if a gradient has NaN or Inf."""
         return {part: squared.sqrt() for part, squared in self._squared.items()}
 
 
 # ---- Factors, and the sum ----
 
-STABILITY = 0.01  # gamma of automatic clipping, as its authors recommend
+STABILITY = 0.01  # gamma of automatic clipping (Bu et al. 2023 recommend this value)
 
 
 def add_clipped_sum_(
@@ -167,40 +173,45 @@ def add_clipped_sum_(
     gradient_factors: Mapping[str, float] = _NONE,
     apart: str | None = None,
 ) -> None:
-    """Adds ``sum_i clip(f g_i, C) / f`` to ``total``, where missing parameters count as zero.
+    """Add ``sum_i clip(f g_i, C) / f`` to ``total``, where missing parameters count as zero.
 
-    The dictionary of gradients is emptied: each is freed as soon as it is summed. ``automatic``
-    clipping also scales up what is shorter than C. ``gradient_factors`` are f, by parameter name,
-    and 1 for those without. ``apart`` is the name of a module whose parameters are clipped apart.
+    Args:
+        total: parameter name -> sum, float32; changed in place.
+        per_sample_grads: the gradients g_i. They are moved out, and each is freed once it is added.
+        max_grad_norm: C.
+        automatic: whether gradients shorter than C are scaled up (automatic clipping).
+        gradient_factors: parameter name -> f; missing factors are 1.
+        apart: name of a module that is clipped separately; None for one part.
 
     Sensitivity:
-        What one sample adds, times f, has an L2 norm of at most C, over all parameters jointly; a
-        sample with a norm that is not finite adds nothing.
+        The contribution of one sample, times f, has an L2 norm of at most C over all parameters
+        jointly. A sample with a norm that is not finite adds nothing.
     """
     taken = take(per_sample_grads)
     parts = {part: Gathered.of(some) for part, some in in_parts(taken, apart).items()}
-    norms = {part: own.squared_norm(gradient_factors).sqrt() for part, own in parts.items()}
+    norms = {part: some.squared_norm(gradient_factors).sqrt() for part, some in parts.items()}
     factors = factors_of_parts(norms, max_grad_norm, automatic, apart)
     for part, gathered in parts.items():
         add_weighted_sum_(total, gathered, factors[part])
 
 
-_KNOWN_AT_ONCE = {"cpu"}
-"""Devices that answer a question without waiting for what was launched before."""
+_SYNCHRONOUS = {"cpu"}
+"""Devices on which reading a value does not wait for earlier kernels."""
 
 
 @dataclass(frozen=True)
 class Factors:
-    """What the gradients of samples are multiplied by."""
+    """The clipping factors by which the gradients of samples are multiplied."""
 
-    values: Tensor  # of the samples that contribute; of all samples if ``of_all``
+    values: Tensor  # factors of the samples that contribute; of all samples if ``of_all``
     contributing: Tensor | None  # (B,), a mask; None if all samples contribute
-    of_all: bool = False  # then they are zero for those that do not contribute
+    of_all: bool = False  # then samples that do not contribute have factor 0
 
     def select(self, gradient: PerSampleGradient) -> tuple[PerSampleGradient, Tensor]:
-        """Returns gradients, and a factor for each; what does not contribute is not among them.
+        """Return the gradients that contribute, and the factor of each.
 
-        Dense ones may be set to zero instead, in place: 0 * NaN is NaN.
+        Dense gradients that do not contribute may be set to zero instead, in place, because
+        0 * NaN is NaN.
         """
         if self.contributing is None:
             return gradient, self.values
@@ -215,43 +226,46 @@ class Factors:
 
 
 def bound_of_part(max_grad_norm: float, apart: str | None) -> float:
-    """Returns what each part is clipped to: C, or C / sqrt(2) where a module is clipped apart."""
+    """Return the clipping norm of each part: C, or C / sqrt(2) if ``apart`` names a module."""
     return max_grad_norm if apart is None else max_grad_norm * math.sqrt(0.5)
 
 
 def factors_of_parts(
     norms: ByPart, max_grad_norm: float, automatic: bool, apart: str | None
 ) -> dict[bool, Factors]:
-    """Returns what clips each part, so that both together have a norm of at most C.
+    """Return the clipping factors of each part, so that both together have a norm of at most C.
 
-    A sample with a norm that is not finite is out of both.
+    A sample with a norm that is not finite in one part is left out of both.
     """
     bound = bound_of_part(max_grad_norm, apart)
-    lost = ~torch.stack([own.isfinite() for own in norms.values()]).all(0)
+    lost = ~torch.stack([some.isfinite() for some in norms.values()]).all(0)
     return {
-        part: clip_factors(own.masked_fill(lost, math.inf), bound, automatic)
-        for part, own in norms.items()
+        part: clip_factors(some.masked_fill(lost, math.inf), bound, automatic)
+        for part, some in norms.items()
     }
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
-    """Returns what clips gradients of these norms (B,) to C; those that are not finite are out."""
+    """Return the factors that clip gradients of these norms (B,) to C.
+
+    Samples with a norm that is not finite are left out.
+    """
     finite = norms.isfinite()
-    asks = norms.device.type in _KNOWN_AT_ONCE
-    whole = asks and bool(finite.all())
-    if asks and not whole:  # 0 * NaN is NaN: such a sample must not enter the sum at all
+    reads = norms.device.type in _SYNCHRONOUS
+    whole = reads and bool(finite.all())
+    if reads and not whole:  # 0 * NaN is NaN: such a sample must not enter the sum
         norms = norms[finite]
     if automatic:
         values = max_grad_norm / (norms + STABILITY)
     else:
         values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
-    if not asks:
+    if not reads:
         return Factors(values.masked_fill(~finite, 0), finite, of_all=True)
     return Factors(values, None if whole else finite)
 
 
 def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Factors) -> None:
-    """Adds the weighted gradients to ``total``; each is freed as soon as it is summed."""
+    """Add the weighted gradients to ``total``; each large one is freed once it is added."""
     for name in list(gathered.large):
         gradient = gathered.large.pop(name)
         if name not in total:
@@ -263,6 +277,6 @@ def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Fac
         part, values = factors.select(gathered.small)
         small = part.weighted_sum(values)
         sizes = [shape.numel() for shape in gathered.shapes.values()]
-        for (name, shape), own in zip(gathered.shapes.items(), small.split(sizes), strict=True):
-            own = own.view(shape)
-            total[name] = total[name].add_(own) if name in total else own
+        for (name, shape), value in zip(gathered.shapes.items(), small.split(sizes), strict=True):
+            value = value.view(shape)
+            total[name] = total[name].add_(value) if name in total else value

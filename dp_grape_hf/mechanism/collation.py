@@ -1,15 +1,15 @@
-"""Collation by construction: what a row holds is made of one example, and of coins of its own.
+"""Collation of each example alone, so that no row depends on other examples.
 
-A collator that is given a batch may look at all of it: it pads to the longest, drops a column that
-is missing in the first, crops by one coin. So none is given a batch here. Each example (or each
-privacy unit, whose examples belong together) is collated by itself, under random numbers of its
-own, and rows that came out alike are stacked into physical batches. What others there are has no
-way to reach a row.
+A collator that receives a batch may use all of it. For instance, it pads to the longest example,
+drops a column that is missing in the first, or uses one random crop for all. So a collator never
+receives a batch here. Each example (or each privacy unit with all its examples) is collated
+separately, with separately seeded random numbers. Rows of equal form are stacked into physical
+batches.
 
-Rows would rarely be alike if each had its own length. Only the collator knows how it pads; so it is
-given a companion beside the example, the same example with its sequences repeated up to the next
-length of a public grid, and the companion's row is dropped. The length of a row is then a function
-of the example's own length.
+Rows would rarely have equal forms if each kept its own length. Only the collator knows how it pads.
+So it receives the example together with a companion: the same example, with its sequences repeated
+up to the next length of a public grid. The companion's row is dropped. The length of a row is then
+a function of the example's length.
 
 Shapes: k rows of an example (1) or of a privacy unit.
 """
@@ -33,17 +33,17 @@ from dp_grape_hf.gradients import keeping_random_state, rows_of
 Item = TypeVar("Item")
 Made = TypeVar("Made")
 Rows = dict[str, Any]
-"""What a collator made of one example or unit: tensors (k, ...), and what is no tensor."""
+"""The collated rows of one example or unit: name -> tensor (k, ...), or another object."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The lengths to which sequences are padded: of each, a public function of its own.
+    """The lengths to which sequences are padded: a public function of the sequence's length.
 
     Args:
-        longest: how many positions the model has; None if it has no limit.
-        parts: into how many equal parts the lengths between two powers of 2 are split. More leave
-            less padding, and make more physical batches of a draw.
+        longest: number of positions of the model; None if it has no limit.
+        parts: number of equal parts between two powers of 2. More parts mean less padding and more
+            physical batches per step.
 
     >>> [Grid()(n) for n in (3, 8, 9, 13, 17, 33, 65, 129, 300, 512)]
     [8, 8, 12, 16, 24, 48, 96, 192, 384, 512]
@@ -55,42 +55,45 @@ class Grid:
     parts: int = 2
 
     def __call__(self, length: int) -> int:
-        """Returns the next length, which is a multiple of 4 unless it is the longest."""
+        """Return the next length of the grid: a multiple of 4, or ``longest``.
+
+        A length beyond ``longest`` is padded as if there was no limit.
+        """
         step = max(4, 2 ** (length - 1).bit_length() // 2 // self.parts)
         padded = max(8, -(-length // step) * step)
         return padded if self.fits(padded) or not self.fits(length) else self.longest or padded
 
     def fits(self, length: int) -> bool:
-        """Whether a model has as many positions."""
+        """Whether the model has at least ``length`` positions."""
         return self.longest is None or length <= self.longest
 
 
 @dataclass(frozen=True)
-class OwnRows:
-    """Makes the rows of one example, or of the examples of one unit, of nothing else.
+class RowCollator:
+    """Collate one example, or the examples of one privacy unit, without any other example.
 
     Args:
-        collator: of the user; makes a batch of a list of examples.
-        grid: the lengths that are padded to.
+        collator: the user's collator; makes a batch of a list of examples.
+        grid: the lengths to which sequences are padded.
 
     Guarantee:
         Names, types, shapes and contents of the rows are a function of these examples, the
         collator, the grid and the global random numbers.
 
     Raises:
-        PrivacyError: when called, if there is not one row for each example.
+        PrivacyError: when called, if the collator does not return one row for each example.
     """
 
     collator: Callable[[list[Any]], Any]
     grid: Grid = Grid()
 
     def __call__(self, examples: Sequence[Any]) -> Rows:
-        """Returns the rows (k, ...) of k examples."""
+        """Return the rows (k, ...) of k examples."""
         for companion in _companions(examples, self.grid):
             try:
                 batch = self.collator([*map(_copy, examples), companion])
                 rows = _first(batch, len(examples), of=len(examples) + 1)
-            except Exception:  # it pads no labels, say: then they have one length anyway
+            except Exception:  # for instance, the collator pads no labels, and they need none
                 continue
             if self.grid.fits(_positions(rows)):
                 return rows
@@ -98,10 +101,10 @@ class OwnRows:
 
 
 def _first(batch: Any, count: int, of: int) -> Rows:
-    """Returns the first rows of a batch.
+    """Return the first ``count`` rows of a batch that was made of ``of`` examples.
 
     Raises:
-        PrivacyError: it has not as many rows as it was made of examples.
+        PrivacyError: if the batch is no mapping, or does not have ``of`` rows.
     """
     if not isinstance(batch, Mapping):
         raise PrivacyError(
@@ -110,29 +113,28 @@ def _first(batch: Any, count: int, of: int) -> Rows:
         )
     if others := [n for n, v in batch.items() if isinstance(v, Tensor) and v.shape[:1] != (of,)]:
         raise PrivacyError(
-            f"The data collator, which is given one example at a time, made {others[0]!r} of it "
-            f"with {'no row' if batch[others[0]].dim() == 0 else 'another number of rows'}. "
-            f"{OTHER_ROWS}"
+            f"The data collator receives one example at a time, and returned {others[0]!r} with "
+            f"{'no row' if batch[others[0]].dim() == 0 else 'another number of rows'}. {OTHER_ROWS}"
         )
     return rows_of(batch, slice(count))
 
 
 OTHER_ROWS = (
-    "A row is then not an example and its clipping bounds nothing. Turn packing off; of examples "
-    "that are pairs (a chosen and a rejected answer), make one row each, (B, 2, T), for a model "
-    "that sees both at once, as those ForMultipleChoice do; of patches and other parts too, one "
-    "row for each example."
+    "A row is then not an example, so clipping a row does not bound an example. Turn packing off, "
+    "and return one row for each example, with all its patches or parts. For pairs of texts (a "
+    "chosen and a rejected answer) return (B, 2, T), and use a model that reads both, such as "
+    "those ForMultipleChoice."
 )
 
 
 def _positions(rows: Rows) -> int:
-    """Returns the largest size of whole numbers, which tokens are, beside that of the rows."""
+    """Return the largest size of the integer tensors (tokens), apart from the number of rows."""
     tokens = (v for v in rows.values() if isinstance(v, Tensor) and not v.is_floating_point())
     return max((size for value in tokens for size in value.shape[1:]), default=0)
 
 
 def _copy(example: Any) -> Any:
-    """Returns an example that a collator may change: some take labels out of it."""
+    """Return a copy of an example: some collators remove labels from it."""
     return dict(example) if isinstance(example, dict) else example
 
 
@@ -140,17 +142,17 @@ def _copy(example: Any) -> Any:
 
 
 def _companions(examples: Sequence[Any], grid: Grid) -> Iterator[dict[str, Any]]:
-    """Yields the first example with longer sequences, with labels among them and without."""
+    """Yield the first example with longer sequences: first with longer labels, then without."""
     if not all(isinstance(example, Mapping) for example in examples):
         return
-    found: dict[str, int] = {}
+    longest: dict[str, int] = {}
     for example in examples:
         for name, length in _lengths(example).items():
-            found[name] = max(length, found.get(name, 0))
-    targets = {name: grid(length) for name, length in found.items()}
+            longest[name] = max(length, longest.get(name, 0))
+    targets = {name: grid(length) for name, length in longest.items()}
     first = dict(examples[0])
-    own = _lengths(first)
-    longer = {n: t for n, t in targets.items() if n in own and t > own[n]}
+    lengths = _lengths(first)
+    longer = {n: t for n, t in targets.items() if n in lengths and t > lengths[n]}
     tokens, unlabelled = _token_lengths(first), [name for name in longer if not _is_label(name)]
     for names in dict.fromkeys((frozenset(longer), frozenset(unlabelled))):
         if names:
@@ -162,16 +164,16 @@ def _is_label(name: str) -> bool:
 
 
 def _is_sequence(name: str, value: Any) -> bool:
-    """Whether this may be a sequence of positions, by the names that such things have.
+    """Whether a value may be a sequence of positions, judged by its name.
 
-    Numbers with a fraction are sound, or labels, of which there is one for each class.
+    Labels of floating-point numbers are none: there is one for each class.
     """
     named = name.endswith(("_ids", "_mask", "_masks", "labels", "bbox", "input_values"))
     return named and not (_is_label(name) and isinstance(_number(value), float))
 
 
 def _number(value: Any) -> Any:
-    """Returns a number of a nested sequence, or of a tensor, as Python has it; None without one."""
+    """Return the first number of a nested sequence, or 0 of a tensor's type; None without one."""
     while isinstance(value, list | tuple):
         value = value[0] if value else None
     if isinstance(value, Tensor | np.ndarray):
@@ -186,7 +188,7 @@ def _depth(value: Any) -> int:
 
 
 def _token_lengths(example: Mapping[str, Any]) -> set[int]:
-    """Returns the lengths of its plain sequences of tokens."""
+    """Return the lengths of an example's one-dimensional sequences."""
     return {
         len(value)
         for name, value in example.items()
@@ -195,22 +197,22 @@ def _token_lengths(example: Mapping[str, Any]) -> set[int]:
 
 
 def _lengths(example: Mapping[str, Any]) -> dict[str, int]:
-    """Returns how long the sequences of an example are, by name; of several in one, the longest."""
+    """Return the lengths of an example's sequences, by name; the longest of several options."""
     tokens = _token_lengths(example)
-    found = {}
+    lengths = {}
     for name, value in example.items():
         if not _is_sequence(name, value) or _number(value) is None:
             continue
         depth = _depth(value)
-        if depth == 1 or (depth == 2 and len(value) in tokens):  # a token each, or a box for each
-            found[name] = len(value)
+        if depth == 1 or (depth == 2 and len(value) in tokens):  # tokens, or a box for each token
+            lengths[name] = len(value)
         elif depth == 2:  # the options of a question
-            found[name] = max(map(len, value))
-    return {name: length for name, length in found.items() if length}
+            lengths[name] = max(map(len, value))
+    return {name: length for name, length in lengths.items() if length}
 
 
 def _longer(value: Any, length: int, tokens: set[int]) -> Any:
-    """Repeats a sequence up to a length; of several in one, each."""
+    """Repeat a sequence, or each of several options, up to a length."""
     if _depth(value) == 2 and len(value) not in tokens:
         if isinstance(value, Tensor | np.ndarray):
             return value[:, np.arange(length) % value.shape[1]]
@@ -220,40 +222,43 @@ def _longer(value: Any, length: int, tokens: set[int]) -> Any:
     return (list(value) * (-(-length // len(value))))[:length]
 
 
-# ---- Coins ----
+# ---- Random numbers of each example ----
 
 
 Seeds = Callable[[int], list[list[int]]]
-"""Returns three seeds, below 2**63, for each of so many items."""
+"""A function that returns three seeds below 2**63 for each of ``count`` items."""
 
 
 def secret_seeds(count: int) -> list[list[int]]:
-    """Return seeds from the entropy of the operating system; no seed of a script matters."""
+    """Return seeds from the entropy of the operating system, independent of any seed set before."""
     words = np.frombuffer(os.urandom(24 * count), dtype=np.uint64) >> 1
     seeds: list[list[int]] = words.reshape(count, 3).tolist()
     return seeds
 
 
 def repeatable_seeds(count: int) -> list[list[int]]:
-    """Returns seeds that torch's global stream has next, for a run that a test repeats."""
+    """Return seeds from torch's global stream, for a run that a test repeats."""
     seeds: list[list[int]] = torch.randint(2**63 - 1, (count, 3)).tolist()
     return seeds
 
 
-def with_own_coins(
+def with_separate_seeds(
     function: Callable[[Item], Made], items: Iterable[Item], seeds: Seeds = secret_seeds
 ) -> list[Made]:
-    """Returns what a function makes of each item, under global random numbers of the item's own.
+    """Apply a function to each item, with separately seeded global random numbers.
 
-    The host's streams (torch's on the CPU, numpy's, Python's) are seeded anew for each item, and
-    put back at the end. So what a collator or a data set draws, seeds or rewinds for one example is
-    nothing to the next, nor to the model.
+    The global streams of the host (torch's on the CPU, numpy's, Python's) are seeded anew for each
+    item, and restored at the end. So the random numbers that a collator or a data set draws or
+    seeds for one example influence neither the next example nor the model.
 
     Args:
-        function: makes something of one item.
-        items: of a draw.
-        seeds: makes the seeds. They must be secret: who knows them knows which numbers an item
-            would have had if another item had not been drawn.
+        function: computes the result of one item.
+        items: the items of a sampled batch.
+        seeds: makes the seeds. They must be secret: anyone who knows them knows the random numbers
+            that an item would have had if another item had not been sampled.
+
+    Returns:
+        The results, in the order of the items.
     """
     items = list(items)
     made = []
@@ -271,25 +276,25 @@ def with_own_coins(
 
 
 class Stack(NamedTuple):
-    """Rows of several examples or units that go into one physical batch."""
+    """Rows of several examples or units, stacked into one physical batch."""
 
     batch: Rows
-    members: list[int]  # whose they are, by their number
+    members: list[int]  # numbers of the examples or units, in the order of the rows
 
 
 def stacked(
     rows: Sequence[Rows], pack: Callable[[list[int]], Iterable[list[int]]]
 ) -> Iterator[Stack]:
-    """Stacks rows that are alike, the largest first.
+    """Stack rows of equal form into physical batches, the largest rows first.
 
     Args:
-        rows: of each example or unit.
-        pack: splits the numbers of some that are alike into those of one physical batch each.
+        rows: the rows of each example or unit.
+        pack: splits the numbers of examples or units of equal form into physical batches.
     """
-    alike: dict[Hashable, list[int]] = defaultdict(list)
-    for number, own in enumerate(rows):
-        alike[_form(own)].append(number)
-    for members in sorted(alike.values(), key=lambda one: _size(rows[one[0]]), reverse=True):
+    by_form: dict[Hashable, list[int]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        by_form[_form(row)].append(number)
+    for members in sorted(by_form.values(), key=lambda one: _size(rows[one[0]]), reverse=True):
         for some in pack(members):
             batch = {
                 name: torch.cat([rows[i][name] for i in some]) if isinstance(v, Tensor) else v
@@ -299,7 +304,7 @@ def stacked(
 
 
 def _form(rows: Rows) -> Hashable:
-    """Returns what rows that are stacked have in common: all but the contents of tensors."""
+    """Return everything about rows except the contents and number of rows of their tensors."""
     return tuple(
         (name, v.dtype, v.shape[1:]) if isinstance(v, Tensor) else (name, type(v), repr(v))
         for name, v in sorted(rows.items())
@@ -307,5 +312,5 @@ def _form(rows: Rows) -> Hashable:
 
 
 def _size(rows: Rows) -> int:
-    """Returns how many numbers one row has."""
+    """Return how many numbers the first row has."""
     return sum(v[0].numel() for v in rows.values() if isinstance(v, Tensor))

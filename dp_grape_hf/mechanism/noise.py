@@ -1,24 +1,22 @@
-"""Adds Gaussian noise to float32 numbers in place: plainly, or so that its low bits tell nothing.
+"""Gaussian noise for float32 tensors, in place: plain, or secure against attacks on the low bits.
 
-A sampler of floating-point normals reaches some numbers and not their neighbours, and which ones
-a sum reaches depends on what the noise was added to. Whoever sees all bits of the sum can rule
-values out, whatever epsilon is: Mironov (2012) for Laplace noise, Jin et al. (2022, "Are we there
-yet?") for Gaussian noise and DP-SGD. In float32 the attack takes no search: close to 0, a sum of 1
-and a normal is a multiple of ``2**-24``, and a normal alone need not be.
+A sampler of floating-point normals cannot return every float. The floats that a noisy sum can take
+depend on the value that the noise was added to. So an observer of all bits of the sum can exclude
+values, whatever epsilon is: Mironov (2012) for Laplace noise, Jin et al. (2022, "Are we there
+yet?") for Gaussian noise and DP-SGD. For instance, close to 0 the float32 sum of 1 and a normal is
+a multiple of ``2**-24``, and a normal alone need not be.
 
-Secure noise does two things, of which each is a defence known by itself:
+Secure noise combines two published defences:
 
-* The noise is the sum of four independent draws in float64, halved: four numbers of variance 1
-  add up to one of variance 4 (Holohan and Braghin 2021, "Secure random sampling in differential
-  privacy", with n = 2: to search the draws that explain an output takes ``2**(53 (2n - 1))``).
-* The sum is formed in float64 and rounded to a multiple of a public power of two, about
-  ``2**-12`` of the noise's standard deviation. That is post-processing of a mechanism that is as
-  fine as float64, and all values release multiples of the same number: the bits below it, which
-  the attack reads, are gone. The rounding is a part in ``10**8`` of the noise's variance.
+* The noise is the sum of four independent draws in float64, halved (Holohan and Braghin 2021,
+  "Secure random sampling in differential privacy", with n = 2). A search for draws that explain an
+  output takes ``2**(53 (2n - 1))`` steps.
+* The sum is formed in float64 and rounded to a multiple of a public power of two, about ``2**-12``
+  of the noise's standard deviation. Rounding is post-processing of the float64 sum. It removes the
+  low bits that the attack reads, and adds a part in ``10**8`` to the noise's variance.
 
-Not covered: the generators are statistical, not cryptographic; the clipped sum is itself formed in
-floating point, so the sensitivity is C up to its rounding (Casacuberta et al. 2022); nobody may
-watch the time that a step takes.
+Not covered: torch's generators are not cryptographic. The clipped sum is itself rounded, so its
+sensitivity is C up to rounding (Casacuberta et al. 2022). The time of a step is not hidden.
 """
 
 import math
@@ -31,8 +29,8 @@ import torch
 from dp_grape_hf.mechanism.streams import SecretGenerator
 
 SECURE_DRAWS = 4  # 2n of Holohan and Braghin, n = 2
-_GRID_BITS = 12  # of the noise's standard deviation that are kept
-_AT_ONCE = {"cpu": 2**15, "other": 2**22}  # numbers; two float64 buffers of that size
+_GRID_BITS = 12  # the grid is at most 2**-12 of the noise's standard deviation
+_AT_ONCE = {"cpu": 2**15, "other": 2**22}  # numbers that two float64 buffers hold
 
 # ---- Plain ----
 
@@ -44,7 +42,15 @@ def add_noise_at_once_(
     divisor: float,
     at_once: int,
 ) -> None:
-    """Draws for many values in one call: it is the number of calls that takes time."""
+    """Make each part ``(part + N(0, std^2)) / divisor`` in place, many parts in one call.
+
+    Args:
+        parts: float32 tensors of one dimension, on the device of the streams.
+        std: standard deviation of the noise, before the division.
+        streams: independent generators, whose draws add up to the noise.
+        divisor: a constant.
+        at_once: the most numbers that one call draws; no part has more.
+    """
     total, share = sum(len(part) for part in parts), std / math.sqrt(len(streams))
     buffer = torch.empty(min(total, at_once), dtype=torch.float32, device=streams[0].device)
     while parts:
@@ -53,7 +59,7 @@ def add_noise_at_once_(
             size += len(parts[count])
             count += 1
         some, parts = parts[:count], parts[count:]
-        for stream in streams:  # into one buffer, one after the other
+        for stream in streams:  # one buffer serves all streams in turn
             noise = buffer[:size].normal_(0, share, generator=stream)
             torch._foreach_add_(some, list(noise.split([len(part) for part in some])))
         torch._foreach_div_(some, divisor)
@@ -63,7 +69,7 @@ def add_noise_at_once_(
 
 
 def grid_of(std: float) -> float:
-    """Returns what sums with noise of that standard deviation are multiples of, a power of two.
+    """Return the grid for a standard deviation: a power of two, by which noisy sums are rounded.
 
     >>> grid_of(1.0) == grid_of(1.5) == 2**-12
     True
@@ -77,18 +83,18 @@ def add_secure_noise_(
     streams: Sequence[torch.Generator],
     divisor: float = 1.0,
 ) -> None:
-    """Makes each part ``(part + N(0, std^2)) / divisor`` in place, by the module's rules.
+    """Make each part ``(part + N(0, std^2)) / divisor`` in place, with secure noise.
 
     Args:
-        parts: Float32 tensors of one dimension, on the device of the streams.
-        std: Of the noise, before the division; positive.
+        parts: float32 tensors of one dimension, on the device of the streams.
+        std: standard deviation of the noise, before the division; positive.
         streams: ``SECURE_DRAWS`` independent generators.
-        divisor: A constant.
+        divisor: a constant.
 
     Guarantee:
         Before the division every number is a multiple of ``grid_of(std)``, rounded to float32.
-        What is added to it before or after must be public: a part that another process adds
-        later would show its own low bits.
+        Only public values may be added afterwards: a sum that another process adds later would
+        show its low bits.
     """
     grid, share = grid_of(std), std / math.sqrt(len(streams))
     size = _AT_ONCE["cpu" if streams[0].device.type == "cpu" else "other"]
@@ -102,12 +108,12 @@ def add_secure_noise_(
 
 # ---- Either ----
 
-_DRAWS = 2  # independent ones that add up to a number of noise; see ``add_noise_``
-_SLICE = 2**15  # numbers of one operation on a CPU: torch starts no threads for so few
-_LEAST_PER_THREAD = 2**17  # starting a thread for fewer takes longer than it saves
-_DRAWN_BY_A_THREAD = 2**17  # in one call; after fewer, threads mostly wait for one another
+_DRAWS = 2  # independent draws that add up to one noise value; see ``add_noise_``
+_SLICE = 2**15  # numbers per operation on a CPU; torch starts no threads for so few
+_LEAST_PER_THREAD = 2**17  # numbers; starting a thread for fewer takes longer than it saves
+_DRAWN_BY_A_THREAD = 2**17  # numbers per call; with fewer, threads mostly wait for each other
 NOISE_SLICE = 2**24
-"""Numbers that get noise at once on another device than a CPU."""
+"""How many numbers get noise in one call on a device other than the CPU."""
 
 
 def add_noise_(
@@ -117,28 +123,29 @@ def add_noise_(
     divisor: float = 1.0,
     at_once: int | None = None,
 ) -> None:
-    """Makes each value ``(value + N(0, std^2)) / divisor`` in place.
+    """Make each value ``(value + N(0, std^2)) / divisor`` in place.
 
-    The noise of a ``SecretGenerator`` is the sum of two draws from streams of their own, each of
-    variance ``std^2 / 2``. PyTorch's float32 normals end at 5.77 standard deviations on a CPU, as
-    their radius is of a uniform number with 24 bits: what lies beyond would betray a gradient along
-    one coordinate with probability 9e-7 a release at ``std = C``. Two of them reach 8.16, where it
-    is 4e-13. On a GPU each of the two has a 64-bit key, so that the noise has 128. If the
-    generator is ``secure``, there are four draws; the module's docstring says how they add up.
+    With a ``SecretGenerator``, the noise is the sum of two draws from separate streams, each of
+    variance ``std^2 / 2``. PyTorch's float32 normals on a CPU end at 5.77 standard deviations,
+    because their radius comes from a uniform number with 24 bits. At ``std = C``, a value beyond
+    that end would reveal a gradient along one coordinate with probability 9e-7 in each release. The
+    sum of two draws ends at 8.16, where this probability is 4e-13. On a GPU each draw has a 64-bit
+    key, so the two keys have 128 bits. A ``secure`` generator makes four draws
+    (``add_secure_noise_``).
 
-    On a CPU, a ``SecretGenerator`` lends streams of their own to every thread of torch. Any other
-    generator, a test's, serves one thread with one draw: the noise is then what ``normal_`` draws
-    for one value after the other.
+    On a CPU, each thread of torch has separate streams of the ``SecretGenerator``. Any other
+    generator (in tests) makes one draw in one thread: the numbers that ``normal_`` draws for one
+    value after the other.
 
     Args:
-        values: Float32 tensors, contiguous, all on the device of the generator.
-        std: Of the noise, before the division; 0 draws none.
-        generator: The noise stream.
-        divisor: A constant.
-        at_once: How many numbers get noise at once; None for as many as suit the device.
+        values: float32 tensors, contiguous, all on the device of the generator.
+        std: standard deviation of the noise, before the division; 0 adds no noise.
+        generator: the noise stream.
+        divisor: a constant.
+        at_once: how many numbers get noise in one call; None for the device's default.
 
     Guarantee:
-        No two numbers share noise, and an error in any thread is raised here.
+        No two numbers share noise. An error in any thread is raised here.
     """
     if std == 0:
         torch._foreach_div_(list(values), divisor)
@@ -149,7 +156,7 @@ def add_noise_(
     if isinstance(generator, SecretGenerator):
         _add_secret_noise_(parts, std, generator, divisor)
     elif cpu:
-        for part in parts:  # which stays in the cache from the draw to the division
+        for part in parts:  # small enough to stay in the cache
             part.add_(torch.empty_like(part).normal_(0, std, generator=generator)).div_(divisor)
     else:
         add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
@@ -158,7 +165,7 @@ def add_noise_(
 def _add_secret_noise_(
     parts: list[torch.Tensor], std: float, generator: SecretGenerator, divisor: float
 ) -> None:
-    """Spreads the parts over threads, each of which has streams of its own."""
+    """Add noise to the parts in several threads, each with separate streams."""
     cpu, total = generator.device.type == "cpu", sum(len(part) for part in parts)
     threads = max(1, min(torch.get_num_threads(), total // _LEAST_PER_THREAD)) if cpu else 1
     shares: list[list[torch.Tensor]] = [[] for _ in range(threads)]
@@ -171,14 +178,14 @@ def _add_secret_noise_(
     streams = generator.streams(threads * draws)
 
     def add(i: int) -> None:
-        own = streams[i * draws : (i + 1) * draws]
+        of_thread = streams[i * draws : (i + 1) * draws]
         if generator.secure:
-            add_secure_noise_(shares[i], std, own, divisor)
+            add_secure_noise_(shares[i], std, of_thread, divisor)
         else:
-            add_noise_at_once_(shares[i], std, own, divisor, at_once)
+            add_noise_at_once_(shares[i], std, of_thread, divisor, at_once)
 
     if threads == 1:
         add(0)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(add, range(threads)))  # raises what a thread raised
+        list(pool.map(add, range(threads)))  # raises the error of a thread

@@ -1,14 +1,14 @@
-"""The mechanism: clip, sum, all-reduce, record, noise. The only noise in the package is added here.
+"""The mechanism: clip, sum, record, add noise. The package adds noise to gradients only here.
 
-For a logical batch that Poisson sampling drew, the release is
+For a logical batch of Poisson sampling, the release is
 
     (sum_i clip(R_i, C) + N(0, (sigma C)^2 I)) / B_expected
 
-where R_i is sample i's gradient over all trainable parameters jointly, the projected ones in
-coordinates. A parameter with a gradient factor f has ``f g_i`` in ``R_i``, for its gradient
-``g_i``, and its release is divided by f: a larger f gives it more of C, and noise of std
-``sigma C / f`` on the sum of its gradients. There is nothing to extend in this module: neither clip
-nor noise has a variant.
+where R_i is sample i's gradient over all trainable parameters jointly, in the projected space for
+projected parameters. A parameter with gradient ``g_i`` and gradient factor f enters ``R_i`` as
+``f g_i``, and its release is divided by f. So a larger f gives the parameter a larger part of C,
+and noise of standard deviation ``sigma C / f`` on the sum of its gradients. This module has no
+extension points.
 """
 
 from __future__ import annotations
@@ -55,50 +55,49 @@ from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded
 
-# By how much, relative, a norm may grow when it is computed once more, and is taken for larger:
-# a CPU repeats itself, other devices add in no fixed order.
+# Relative tolerance of a norm that is computed twice. Norms are taken to be larger by as much. A
+# CPU repeats its results up to rounding; other devices add in no fixed order.
 _REPEATED_ON_CPU, _REPEATED = 1e-5, 1e-3
 
 
 class PrivateMechanism:
-    """Turns the physical batches of a logical batch into one private gradient.
+    """Turn the physical batches of a logical batch into one private gradient.
 
-    Use: ``begin``, then ``accumulate`` for each physical batch (none, if the draw was empty), then
-    ``release``. The split into physical batches has no influence on the release. A process that
-    fails before ``release`` calls ``abandon``, or the others would wait for it.
+    Call ``begin``, then ``accumulate`` for each physical batch (never, if the sampled batch is
+    empty), then ``release``. The split into physical batches has no influence on the release. A
+    process that fails before ``release`` calls ``abandon``; otherwise the others would wait for it.
 
     Args:
         per_sample: computes losses and per-sample gradients.
-        ledger: where each release is recorded before it is made. What it records is what is done:
-            sigma, C, the constant q N that sums are divided by, the clipping, the module that is
-            clipped apart and the gradient factors are those of ``ledger.mechanism``.
-        noise_generator: the secret stream of the noise, on the parameters' device.
-        distributed: whether the batch is spread over the ranks of the default process group.
-        noise_slice: as in ``add_noise_``.
+        ledger: records each release before it is made. ``ledger.mechanism`` defines sigma, C, the
+            constant q N that sums are divided by, the clipping, the module that is clipped
+            separately, and the gradient factors.
+        noise_generator: the secret noise stream, on the parameters' device.
+        distributed: whether the processes of the default process group share each batch.
+        noise_slice: as ``at_once`` in ``add_noise_``.
 
     Clipping:
         ``flat`` clips the norm over all parameters to C. ``automatic`` scales every gradient by
-        ``C / (norm + 0.01)`` (Bu et al. 2023): under Adam, C has no influence then and need not be
-        tuned. The parameters of one module may be clipped apart from the others: each part then
-        has a norm, and ``C / sqrt(2)`` in the place of C.
+        ``C / (norm + 0.01)`` (Bu et al. 2023). Under Adam, C then has no influence, so you need not
+        tune it. Per-group clipping clips one module and all other parameters to ``C / sqrt(2)``.
 
     Attributes:
-        gradient_factors: parameter name -> f, which is public; 1 for those that are missing.
-        turns: which examples may be sampled for the next release.
+        gradient_factors: parameter name -> f, which is public; missing factors are 1.
+        turns: the groups that the next release may sample from.
 
     Sensitivity:
-        Adding or removing one sample moves the sum that meets the noise by at most C in L2, over
-        all parameters jointly, whatever the clipping. That sum has the gradient factors in it, as
-        the norms have; to divide by them afterwards is post-processing. A sample whose norm is NaN
-        or Inf contributes exactly zero.
+        Adding or removing one sample changes the sum, before noise, by at most C in L2 over all
+        parameters jointly, with every clipping. This sum includes the gradient factors, as the
+        norms do; dividing by them after the noise is post-processing. A sample whose norm is NaN or
+        Inf contributes exactly zero.
 
     Noise:
-        That of each step by itself, or correlated over steps where ``ledger.mechanism`` has bands
-        (``banded``). Batches must then be sampled by turns (``Turns``).
+        Independent in each step, or correlated over steps if ``ledger.mechanism`` has bands
+        (``banded``). With bands, batches must be sampled by turns (``Turns``).
 
     Guarantee:
         A release is in the ledger before its value exists. Norms, factors, sums and noise are
-        float32. Noise enters once, on the first rank, and every rank gets the same release.
+        float32. The first process alone adds noise, and every process gets the same release.
     """
 
     def __init__(
@@ -110,35 +109,35 @@ class PrivateMechanism:
         distributed: bool = False,
         noise_slice: int | None = None,
     ) -> None:
-        own = ledger.mechanism
+        facts = ledger.mechanism
         self.per_sample = per_sample
-        self._automatic, self._apart = own.clipping == Clipping.AUTOMATIC, own.clipped_apart
-        self.max_grad_norm = own.max_grad_norm
-        self.noise_multiplier = own.noise_multiplier
-        self.expected_batch_size = own.expected_batch_size
+        self._automatic, self._apart = facts.clipping == Clipping.AUTOMATIC, facts.clipped_apart
+        self.max_grad_norm = facts.max_grad_norm
+        self.noise_multiplier = facts.noise_multiplier
+        self.expected_batch_size = facts.expected_batch_size
         self.gradient_factors = factors_by_name(
-            "gradient_factors", own.factors_by_pattern, per_sample.released_shapes({})
+            "gradient_factors", facts.factors_by_pattern, per_sample.released_shapes({})
         )
         self.ledger = ledger
         self._noise_generator, self._noise_slice = noise_generator, noise_slice
-        self._banded = BandedNoise(own.bands) if own.noise == BANDED else None
-        self.turns = Turns(1 if self._banded is None else len(own.bands))
+        self._banded = BandedNoise(facts.bands) if facts.noise == BANDED else None
+        self.turns = Turns(1 if self._banded is None else len(facts.bands))
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
         self._layout: Layout | None = None
-        self._flat: Tensor | None = None  # what most of the sum is a view of
+        self._flat: Tensor | None = None  # (D,), the vector that most sums are views of
         factor_of, apart = self.gradient_factors, self._apart
         self._runs = Runs(
             lambda name: (factor_of.get(name, 1.0), apart and name.startswith(f"{apart}."))
         )
         self._state = StateGuard(model=per_sample.model, loss=per_sample.loss)
-        self._before: Any = None  # the state of both as the logical batch began
-        self._watched = False  # whether a step was seen to leave all of it alone
+        self._before: Any = None  # state of model and loss when the logical batch began
+        self._unchanged_once = False  # whether a step left the contents of all tensors unchanged
         self.projectors: Mapping[str, Projector] = {}
 
     @property
     def independent_std(self) -> float:
-        """That of noise that is not correlated, or not yet."""
+        """Standard deviation of independent noise in a release (the first one, with bands)."""
         return self._summed_noise_std / self.expected_batch_size
 
     @property
@@ -151,20 +150,27 @@ class PrivateMechanism:
         return self.noise_multiplier * self.max_grad_norm if self.noise_multiplier else 0.0
 
     def begin(self, projectors: Mapping[str, Projector]) -> None:
-        """Starts a logical batch: its sum is zero, its projectors are fixed."""
+        """Start a logical batch with a sum of zero and these projectors.
+
+        Raises:
+            PrivacyError: if the logical batch before was not released.
+        """
         if self._clipped_sum is not None:
-            raise PrivacyError("The last logical batch was never released; draws must not merge.")
+            raise PrivacyError(
+                "begin() was called before the last logical batch was released. Two sampled "
+                "batches must not be added up. Call release() or abandon() first."
+            )
         self.projectors = projectors
         self._clipped_sum, self._flat = {}, None
         self._layout = self.per_sample.layout(projectors)
         # Tensors of a simulation have no numbers.
-        thorough = not (self._watched or self.per_sample.simulated)
+        thorough = not (self._unchanged_once or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
 
     def accumulate(self, inputs: Inputs) -> Tensor:
-        """Adds the clipped gradients of a physical batch; returns its losses (B,), sensitive."""
+        """Add the clipped gradients of a physical batch; return its losses (B,), sensitive."""
         if self._clipped_sum is None:
-            raise PrivacyError("accumulate() without begin(): no logical batch was started.")
+            raise PrivacyError("accumulate() was called before begin(). Call begin() first.")
         total = self._clipped_sum
         try:
             with guarding_streams(lambda: self.per_sample.reseeds_host):
@@ -174,15 +180,16 @@ class PrivateMechanism:
                 self._add(total, per_sample_grads)
                 return losses
         except PrivacyError:
-            self._state.compare(self._before)  # memory may be the reason
+            self._state.compare(self._before)  # a changed state explains the error better
             raise
 
     def _accumulate_twice(self, total: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        """Measures every group of gradients in one backward pass, and adds it up in a second.
+        """Measure the gradients in one backward pass, and add them up in a second pass.
 
-        What is added up is measured as well: a kernel whose backward pass changes what it saved
-        gives other gradients the second time. One that adds in no fixed order rounds otherwise:
-        factors are of norms as large as the second ones may be, so that none exceeds C.
+        The second pass is measured too, because a kernel whose backward pass changes its saved
+        tensors gives other gradients the second time. The second gradients may also differ by
+        rounding. So the factors are for norms that are larger by the tolerance, and no sample
+        exceeds C.
         """
         norms, again = (ExactNorms(self.gradient_factors, self._apart) for _ in range(2))
         cpu = self.per_sample.device.type == "cpu"
@@ -194,8 +201,8 @@ class PrivateMechanism:
 
         @cache
         def factors() -> dict[bool, Factors]:
-            found = {part: grown * own for part, own in norms.by_part().items()}
-            return factors_of_parts(found, self.max_grad_norm, self._automatic, self._apart)
+            largest = {part: grown * norm for part, norm in norms.by_part().items()}
+            return factors_of_parts(largest, self.max_grad_norm, self._automatic, self._apart)
 
         def add(per_sample_grads: Gradients) -> None:
             with self._clipping(per_sample_grads):
@@ -206,15 +213,15 @@ class PrivateMechanism:
         losses = self.per_sample.stream(inputs, self.projectors, measure, add)
         first, second = norms.by_part(), again.by_part()
         if any(
-            not ((second[part] <= grown * own) | ~own.isfinite()).all()  # the latter were left out
-            for part, own in first.items()
+            not ((second[part] <= grown * norm) | ~norm.isfinite()).all()  # not finite: left out
+            for part, norm in first.items()
         ):
             raise UnsupportedModelError(
                 f"A sample's gradient of {type(self.per_sample.model).__name__} grew when the "
-                "backward pass was repeated, after it was measured: a kernel of the model changes "
-                "what it saved, or activations are recomputed with other random numbers (gradient "
-                "checkpointing with preserve_rng_state=False). Use another grad_sample_mode than "
-                "'ghost'."
+                "backward pass was repeated, so its clipping factor is too large. A kernel changes "
+                "its saved tensors, or activations are recomputed with other random numbers "
+                "(gradient checkpointing with preserve_rng_state=False). Use another "
+                "grad_sample_mode than 'ghost'."
             )
         return losses
 
@@ -222,18 +229,21 @@ class PrivateMechanism:
         bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
         with self._clipping(per_sample_grads):
             if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
-                if self._flat is None:  # not before the first backward pass, which needs the memory
+                if self._flat is None:  # allocated late: the first backward pass needs the memory
                     self._flat = self._zeros(self._layout.size)
                     parts = self._runs.of(self._layout)
                     total.update((name, self._flat[part]) for name, part in parts.items())
-                every, per_sample_grads = per_sample_grads, per_sample_grads.in_runs(self._runs)
-                every.others.clear()  # each is freed once it is added up
+                laid_out, per_sample_grads = (
+                    per_sample_grads,
+                    per_sample_grads.in_runs(self._runs),
+                )
+                laid_out.others.clear()  # so that each is freed once it is added up
             factors = self.gradient_factors
             add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
 
     @contextlib.contextmanager
     def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:
-        """Computes in float32 what is asked for in float32: autocast or TF32 would round it."""
+        """Switch autocast and TF32 off inside, so that float32 operations are not rounded."""
         observer = self.per_sample.observer
         observer.made(PER_SAMPLE, per_sample_grads)
         with (
@@ -245,18 +255,18 @@ class PrivateMechanism:
             yield
 
     def release(self) -> FlatTensors:
-        """Records the release, adds noise, and returns the private gradients by parameter name.
+        """Record the release, add noise, and return the private gradients by parameter name.
 
-        A collective call where the batch is spread over several processes.
+        A collective call if several processes share the batch.
 
         Raises:
-            OtherProcessFailed: another process called ``abandon``; no process releases anything.
-            PrivacyError: model or loss remember something of the examples.
+            OtherProcessFailed: if another process called ``abandon``. No process releases anything.
+            PrivacyError: if the state of model or loss changed during the step.
         """
         if self._clipped_sum is None:
-            raise PrivacyError("release() without begin(): no logical batch was started.")
+            raise PrivacyError("release() was called before begin(). Call begin() first.")
         self._state.compare(self._before)
-        self._watched = True
+        self._unchanged_once = True
         clipped_sum, self._clipped_sum = self._clipped_sum, None
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
@@ -270,7 +280,7 @@ class PrivateMechanism:
             if layout is not None and name in layout:
                 continue
             value = clipped_sum.pop(name, None)
-            if value is None:  # no sample was drawn, or none reached this parameter
+            if value is None:  # no example was sampled, or none has a gradient of this parameter
                 value = self._zeros(*shape)
             others[name] = value
         private_grads = FlatTensors(layout, flat, others, shapes)
@@ -278,8 +288,8 @@ class PrivateMechanism:
             if name in self.gradient_factors:
                 value.mul_(self.gradient_factors[name])
         values = [*others.values()] if flat is None else [flat, *others.values()]
-        once = not self._distributed or dist.get_rank() == 0
-        std = self._summed_noise_std if once else 0.0
+        adds_noise = not self._distributed or dist.get_rank() == 0
+        std = self._summed_noise_std if adds_noise else 0.0
         divisor = self.expected_batch_size
         add_ = add_noise_ if self._banded is None else self._banded.add_
         add_(values, std, self._noise_generator, divisor, self._noise_slice)
@@ -294,12 +304,12 @@ class PrivateMechanism:
         return torch.zeros(shape, dtype=torch.float32, device=self.per_sample.device)
 
     def abandon(self) -> None:
-        """Drops the logical batch after an error, and makes the other processes fail as well.
+        """Discard the logical batch after an error, and make the other processes fail as well.
 
-        A collective call where the batch is spread: the others take part in it by ``release``.
+        A collective call if several processes share the batch; the others call ``release``.
         """
         self._clipped_sum = None
         if self._distributed and is_sharded(self.per_sample.model):
-            hang_up()  # what the others wait for may be a weight
+            hang_up()  # the others may be waiting for a weight instead of a sum
         elif self._distributed:
             give_up(self.per_sample.device)

@@ -1,7 +1,8 @@
-"""Poisson sampling: which examples a step uses, and how they are split to fit into memory.
+"""Poisson sampling of logical batches, and their split into physical batches.
 
-The logical batch is what the accountant knows: each example enters it by a coin of its own. The
-physical batch is what fits into memory and has no meaning for privacy. With
+Each step includes each example independently with probability q; these examples are the logical
+batch, which the accountant assumes. A physical batch is a part of it that fits into memory; it has
+no influence on privacy. With
 
     DataLoader(
         EmptyDrawDataset(dataset),
@@ -24,47 +25,47 @@ from dp_grape_hf.gradients import StateGuard
 from dp_grape_hf.mechanism.banded import Groups, Turn, Turns
 from dp_grape_hf.mechanism.collation import (
     Grid,
-    OwnRows,
+    RowCollator,
     Seeds,
     secret_seeds,
     stacked,
-    with_own_coins,
+    with_separate_seeds,
 )
 
-_COINS_AT_ONCE = 2**20  # bounds the memory of a draw (8 MiB) whatever the number of examples
+_NUMBERS_AT_ONCE = 2**20  # uniform numbers per call; bounds the memory of sampling at 8 MiB
 Drawn = TypeVar("Drawn")
 Made = TypeVar("Made")
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """Yields the indices of one Poisson draw per step, or this rank's share of them.
+    """Yield the indices of one sampled batch per step, or this rank's share of them.
 
     Args:
-        num_samples: Number of examples the data set holds.
-        sample_rate: q, the probability with which each example enters a draw, in (0, 1].
-        steps: Number of draws one pass yields.
-        generator: CPU generator of the coins. With several ranks its state must be the same on
-            all of them (``streams.shared_sampling_generator``).
-        rank: Index of this process among those that share each draw.
-        world_size: Number of these processes.
-        turns: Returns, when a pass begins, which groups of examples the run has, and how many
-            releases it has made. By default there is one group.
+        num_samples: number of examples of the data set.
+        sample_rate: q, the probability that a batch includes a given example, in (0, 1].
+        steps: number of batches that one iteration yields.
+        generator: secret CPU generator. With several ranks its state must be the same on all of
+            them (``streams.shared_sampling_generator``).
+        rank: index of this process among those that share each batch.
+        world_size: number of these processes.
+        turns: returns the groups of the run and its number of releases, when an iteration begins.
+            By default there is one group.
 
     Guarantee:
-        In every draw each example is included independently with probability q, exact to 2**-53,
-        and independently of all other draws. No example occurs twice in a draw. Draws are never
-        merged, dropped, padded or truncated: a draw may be empty, and so may be a rank's share of
-        it. The shares of the ranks are disjoint, their union is the draw, their sizes differ by one
-        at most, and every rank yields ``steps`` of them.
-        With b groups (``banded.Groups``) each example is included with probability b q in every
-        b-th draw, and in no other: that of release t is of group t mod b, also where a pass was
-        left early.
-        Coins are never replayed: a second pass goes on where the first stopped. A pass that is
-        left early may have drawn a few steps ahead (the workers of a data loader do); their
-        coins are discarded unused.
+        Each batch includes each example independently with probability q, exact to 2**-53, and
+        independently of all other batches. No example occurs twice in a batch. Batches are never
+        merged, dropped, padded or truncated. A batch may be empty, and so may a rank's share of it.
+        The shares of the ranks are disjoint, their union is the batch, their sizes differ by at
+        most one, and every rank yields ``steps`` of them.
+        With b groups (``banded.Groups``), the batch of release t includes each example of group
+        t mod b with probability b q, and no other example. An iteration that stops early does not
+        change this.
+        Random numbers are never used twice: a second iteration continues where the first stopped.
+        The workers of a data loader may sample a few batches ahead. If an iteration stops early,
+        these batches are discarded.
 
     Raises:
-        PrivacyError: An argument is out of range.
+        PrivacyError: if an argument is out of range.
     """
 
     def __init__(
@@ -77,20 +78,24 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         turns: Callable[[], Turns] = Turns,
     ) -> None:
-        require(num_samples >= 1, f"{num_samples=} must be at least 1: there is nothing to draw.")
+        require(
+            num_samples >= 1,
+            f"{num_samples=} must be at least 1. There is nothing to sample. Pass a data set that "
+            "is not empty.",
+        )
         require(
             0.0 < sample_rate <= 1.0,
-            f"{sample_rate=} must lie in (0, 1]: it is the expected batch size divided by the "
+            f"{sample_rate=} must lie in (0, 1]. It is the expected batch size divided by the "
             "number of examples. Choose a smaller expected batch size.",
         )
         require(steps >= 0, f"{steps=} must not be negative.")
         require(
             0 <= rank < world_size,
-            f"{rank=} must lie in 0 ... {world_size=} - 1, or examples would be left out.",
+            f"{rank=} must lie in 0 ... {world_size=} - 1. Otherwise examples would be left out.",
         )
         require(
             generator.device.type == "cpu",
-            f"{generator.device=} must be the CPU, where every rank tosses the same coins.",
+            f"{generator.device=} must be the CPU, where all ranks draw the same random numbers.",
         )
         self.num_samples = num_samples
         self.sample_rate = sample_rate
@@ -104,11 +109,14 @@ class PoissonBatchSampler(Sampler[list[int]]):
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yields this rank's share of ``steps`` fresh draws, each in increasing order."""
+        """Yield this rank's shares of ``steps`` new batches, each in increasing order."""
         return (self.share(drawn, drawn.turn) for drawn in self.draws())
 
     def draws(self) -> Iterator["Share[int]"]:
-        """Yields ``steps`` whole draws, each in increasing order; every rank has to make them."""
+        """Yield ``steps`` batches with the examples of all ranks, in increasing order.
+
+        Every rank must call this, so that all ranks use the same random numbers.
+        """
         turns = self._turns()
         groups, first = turns.groups(self.num_samples, self.generator), turns.made
         for number in range(first, first + self.steps):
@@ -117,30 +125,30 @@ class PoissonBatchSampler(Sampler[list[int]]):
 
     def _draw_of_group(self, groups: Groups, number: int) -> list[int]:
         members = groups.members(number)
-        coins = torch.rand(len(members), dtype=torch.float64, generator=self.generator)
-        drawn: list[int] = members[coins < groups.count * self.sample_rate].tolist()
+        uniform = torch.rand(len(members), dtype=torch.float64, generator=self.generator)
+        drawn: list[int] = members[uniform < groups.count * self.sample_rate].tolist()
         return drawn
 
     def share(self, drawn: list[Drawn], turn: Turn | None) -> "Share[Drawn]":
-        """Returns what this rank has of a draw, given all that was drawn, in the order drawn."""
+        """Return this rank's share of a batch, given the batch of all ranks in its order."""
         return Share(drawn[self.rank :: self.world_size], turn)
 
     def draw(self) -> list[int]:
-        """Returns a whole draw, in increasing order; every rank has to make it."""
+        """Return one batch with the examples of all ranks; every rank must call this."""
         draw: list[int] = []
-        for start in range(0, self.num_samples, _COINS_AT_ONCE):
-            size = min(_COINS_AT_ONCE, self.num_samples - start)
-            coins = torch.rand(size, dtype=torch.float64, generator=self.generator)
-            draw += ((coins < self.sample_rate).nonzero().flatten() + start).tolist()
+        for start in range(0, self.num_samples, _NUMBERS_AT_ONCE):
+            size = min(_NUMBERS_AT_ONCE, self.num_samples - start)
+            uniform = torch.rand(size, dtype=torch.float64, generator=self.generator)
+            draw += ((uniform < self.sample_rate).nonzero().flatten() + start).tolist()
         return draw
 
 
 class Share(list[Drawn]):
-    """One rank's share of one draw: indices, or the examples that were fetched for them.
+    """One rank's share of one sampled batch: indices, or the examples that they refer to.
 
     Args:
-        items: of this rank.
-        turn: what the draw is for.
+        items: the items of this rank.
+        turn: the step that the batch was sampled for; None if no sampler made it.
     """
 
     def __init__(self, items: Iterable[Drawn] = (), turn: Turn | None = None) -> None:
@@ -149,14 +157,14 @@ class Share(list[Drawn]):
 
 
 class Each:
-    """Applies a function to each item of a share alone, by objects that must not remember any.
+    """Apply a function to each item of a share, and check that no object's state changes.
 
     Args:
-        seeds: as in ``with_own_coins``.
+        seeds: as in ``with_separate_seeds``.
         **objects: the objects that the function uses, as in ``StateGuard``.
 
     Raises:
-        PrivacyError: when called, if one of the objects remembers something of the items.
+        PrivacyError: when called, if the state of one of the objects changes.
     """
 
     def __init__(self, seeds: Seeds, **objects: Any) -> None:
@@ -165,19 +173,19 @@ class Each:
     def __call__(self, function: Callable[[Any], Made], share: list[Any]) -> Share[Made]:
         """Return the results, for the step that the share was sampled for."""
         with self._state.unchanged():
-            made = with_own_coins(function, share, self._seeds)
+            made = with_separate_seeds(function, share, self._seeds)
         return Share(made, getattr(share, "turn", None))
 
 
 class LogicalBatch(list[Any]):
-    """One rank's share of one draw: a list of physical batches, empty if the share is.
+    """One rank's share of one sampled batch: a list of physical batches, empty if the share is.
 
-    The type survives the workers and the memory pinning of a data loader.
+    The workers and the memory pinning of a data loader keep this type.
 
     Args:
-        batches: The physical batches.
-        sizes: Number of examples in each of them. Sensitive, as is their sum.
-        turn: what it was sampled for; None if no sampler made it.
+        batches: the physical batches.
+        sizes: number of examples of each physical batch. Sensitive, as is their sum.
+        turn: the step that the batch was sampled for; None if no sampler made it.
     """
 
     def __init__(
@@ -189,51 +197,51 @@ class LogicalBatch(list[Any]):
 
     @property
     def num_examples(self) -> int:
-        """Number of examples in this share of the draw. Sensitive: never log or save it."""
+        """Number of examples in this share. Sensitive: never log or save it."""
         return sum(self.sizes)
 
     def pin_memory(self) -> "LogicalBatch":
-        """Returns a copy whose tensors lie in pinned memory; data loaders call this."""
+        """Return a copy whose tensors lie in pinned memory; data loaders call this."""
         return LogicalBatch([pin_memory(batch) for batch in self], self.sizes, self.turn)
 
 
 class LogicalBatchCollator:
-    """Makes the physical batches of a share of a draw, of rows that were collated one by one.
+    """Collate each example of a share alone, and stack the rows into physical batches.
 
-    Every example lands in exactly one physical batch. None of them is empty: an empty share
-    gives an empty ``LogicalBatch``, and the collator is not called.
+    Every example is in exactly one physical batch, and no physical batch is empty. For an empty
+    share the result is an empty ``LogicalBatch``, and the collator is not called.
 
     Args:
-        collator: Makes a batch, a mapping, of a list of examples.
-        physical_batch_size: Most examples in a physical batch. Affects memory, never privacy.
-        grid: As in ``OwnRows``.
-        seeds: As in ``with_own_coins``.
+        collator: makes a batch, a mapping, of a list of examples.
+        physical_batch_size: the most examples in a physical batch. Affects memory, never privacy.
+        grid: as in ``RowCollator``.
+        seeds: as in ``with_separate_seeds``.
 
     Guarantee:
-        A row is a function of its example and of coins of its own (``collation``), whatever the
-        collator does. Rows of like shapes share physical batches, those of most numbers first; a
-        sum over a draw does not depend on how it was split.
+        A row is a function of its example and of separate random numbers (``collation``), whatever
+        the collator does. Rows of equal form share physical batches, the largest rows first. A sum
+        over a sampled batch does not depend on the split.
 
     Raises:
-        PrivacyError: ``physical_batch_size`` is not positive; when called, if the collator
-            remembers something of the examples.
+        PrivacyError: if ``physical_batch_size`` is not positive; when called, if the collator's
+            state changes.
     """
 
     def __init__(
         self,
         collator: Callable[[list[Any]], Any],
         physical_batch_size: int,
-        grid: Grid = OwnRows.grid,
+        grid: Grid = RowCollator.grid,
         seeds: Seeds = secret_seeds,
     ) -> None:
         require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
-        self.own_rows = OwnRows(collator, grid)
+        self.collate_rows = RowCollator(collator, grid)
         self.physical_batch_size = physical_batch_size
         self._each = Each(seeds, data_collator=collator)
 
     def __call__(self, examples: list[Any]) -> LogicalBatch:
-        """Collates each example of a share by itself, and stacks what is alike."""
-        rows = self._each(lambda example: self.own_rows([example]), examples)
+        """Collate each example of a share alone, and stack rows of equal form."""
+        rows = self._each(lambda example: self.collate_rows([example]), examples)
         stacks = list(stacked(rows, self._chunks))
         sizes = [len(stack.members) for stack in stacks]
         return LogicalBatch([stack.batch for stack in stacks], sizes, rows.turn)
@@ -244,21 +252,21 @@ class LogicalBatchCollator:
 
 
 class EmptyDrawDataset(Dataset[Any]):
-    """A map-style data set that answers an empty draw itself, which others need not support.
+    """Wrapper of a map-style data set that reads each example alone and supports empty batches.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__``.
-        seeds: as in ``with_own_coins``.
+        dataset: a data set with ``__getitem__`` and ``__len__``.
+        seeds: as in ``with_separate_seeds``.
 
     Raises:
-        PrivacyError: it has no length; when read from, if it remembers what was read.
+        PrivacyError: if the data set has no length; when read, if its state changes.
     """
 
     def __init__(self, dataset: Any, seeds: Seeds = secret_seeds) -> None:
         if not isinstance(dataset, Sized):
             raise PrivacyError(
                 f"{type(dataset).__name__} has no length. Poisson sampling needs a map-style data "
-                "set with __len__ and __getitem__; load a streamed one into memory."
+                "set with __len__ and __getitem__. Load a streamed data set into memory."
             )
         self.dataset: Any = dataset
         self._each = Each(seeds, train_dataset=dataset)
@@ -270,8 +278,8 @@ class EmptyDrawDataset(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: list[int]) -> Share[Any]:
-        """Returns the examples of one share, each fetched by itself and under coins of its own.
+        """Return the examples of one share, each read alone and with separate random numbers.
 
-        A batched access, or a transform of the data set, could make one example depend on others.
+        With batched access, a transform of the data set could make an example depend on others.
         """
         return self._each(self.dataset.__getitem__, indices)

@@ -1,9 +1,9 @@
-"""The secret random streams, of sampling coins and of noise.
+"""The secret random streams: of sampling and of noise.
 
-Whoever knows the noise can subtract it, and whoever knows the sampling coins voids the
-amplification by sampling. So the secret streams never start from a seed that a user, a
-checkpoint or a log could hold, and they refuse to be pickled. What is public, projections and
-rounding, has its streams in ``projections.seeds``.
+Anyone who knows the noise can subtract it. Anyone who knows which examples were sampled can undo
+the amplification by sampling. So the secret streams never start from a seed that a user, a
+checkpoint or a log could hold, and they cannot be pickled. The public streams (projections and
+rounding) are in ``projections.seeds``.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from dp_grape_hf.errors import PrivacyError
 def _refusing(method: str) -> Callable[..., NoReturn]:
     def refuse(self: torch.Generator) -> NoReturn:
         raise PrivacyError(
-            f"{method}() of a SecretGenerator is refused: whoever knows its state can subtract the "
-            "noise or replay the sampling. For a stream of your own make a torch.Generator."
+            f"{method}() of a SecretGenerator is not allowed. Anyone who knows its state can "
+            "subtract the noise or repeat the sampling. Use a torch.Generator for other purposes."
         )
 
     return refuse
 
 
 class SecretGenerator(torch.Generator):
-    """A generator whose state must stay in this process: it is not pickled, copied or told.
+    """A generator whose state stays in this process: it cannot be pickled, copied or read.
 
     Attributes:
-        secure: whether ``add_noise_`` adds what ``noise`` calls secure.
+        secure: whether ``add_noise_`` adds secure noise (see ``noise``).
 
     Guarantee:
-        ``pickle``, ``torch.save`` and ``copy.deepcopy`` of it, or of anything that holds it,
-        raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed, and so do all methods
-        that would return its state, or the seed that is the state on another device than the CPU.
-        A fork of the process gets fresh entropy, or both would draw the same numbers; in a fork no
-        other device than the CPU can be used.
+        ``pickle``, ``torch.save`` and ``copy.deepcopy`` of the generator, or of an object that
+        holds it, raise ``PrivacyError``, so it cannot reach a checkpoint unnoticed. So do all
+        methods that would return its state or its seed. A forked process gets fresh entropy,
+        because otherwise both processes would draw the same numbers. A forked process can use the
+        CPU only.
     """
 
     secure = False
 
     def refill(self) -> None:
-        """Replaces the state by fresh entropy of the operating system."""
+        """Replace the state with fresh entropy of the operating system."""
         if self.device.type == "cpu":
             self.set_state(_twister_state(os.urandom(4 * _TWISTER_WORDS)))
         else:
@@ -59,39 +59,39 @@ class SecretGenerator(torch.Generator):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PrivacyError(
-            "a SecretGenerator cannot be pickled or copied: whoever holds its state can subtract "
-            "the noise or replay the sampling. Leave it out of what you save, and create a new "
-            "one after loading."
+            "a SecretGenerator cannot be pickled or copied. Anyone who has its state can subtract "
+            "the noise or repeat the sampling. Leave it out of the files that you save, and create "
+            "a new one after loading."
         )
 
     get_state = _refusing("get_state")
     graphsafe_get_state = _refusing("graphsafe_get_state")
-    clone_state = _refusing("clone_state")  # a twin, which draws the same numbers
+    clone_state = _refusing("clone_state")  # returns a generator of the same numbers
     initial_seed = _refusing("initial_seed")
-    seed = _refusing("seed")  # returns the new one; ``refill`` does not
+    seed = _refusing("seed")  # returns the new seed; use ``refill``
 
     def streams(self, count: int) -> list[torch.Generator]:
-        """Returns this generator and others, equally fresh and secret: as many as are asked for.
+        """Return ``count`` independent secret generators, of which this one is the first.
 
-        The others are made once; calls with the same count return the same generators.
+        Calls with the same count return the same generators.
         """
-        known: list[SecretGenerator] = vars(self).setdefault("_others", [])
-        while len(known) < count - 1:
-            known.append(secret_generator(self.device))
-        return [self, *known[: count - 1]]
+        others: list[SecretGenerator] = vars(self).setdefault("_others", [])
+        while len(others) < count - 1:
+            others.append(secret_generator(self.device))
+        return [self, *others[: count - 1]]
 
 
 def secret_generator(device: str | torch.device = "cpu") -> SecretGenerator:
-    """Returns a generator filled with fresh entropy of the operating system.
+    """Return a generator filled with fresh entropy of the operating system.
 
     Neither ``args.seed`` nor any global generator is read or changed.
 
     Guarantee:
-        On the CPU all 19937 bits of the Mersenne Twister are fresh; seeding it would keep only
-        32 bits, which can be tried one by one. On any other device the 64-bit seed is fresh,
-        which is the whole key of CUDA's Philox: noise there adds up two of them or more. Both are
-        statistical generators, not cryptographic ones: the guarantee assumes that nobody inverts
-        them from their output.
+        On the CPU all 19937 bits of the Mersenne Twister are fresh. Seeding it would keep only 32
+        bits, and an attacker could try all of them. On any other device the 64-bit seed is fresh;
+        it is the whole key of CUDA's Philox. Noise on such a device adds up at least two streams.
+        Neither generator is cryptographic: the guarantee assumes that an attacker cannot compute
+        the state from the output.
     """
     generator = SecretGenerator(device=device)
     generator.refill()
@@ -108,17 +108,16 @@ def _refill_after_fork() -> None:
             generator.refill()
 
 
-if hasattr(os, "register_at_fork"):  # there are no forks on Windows
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_refill_after_fork)
 
 
 def forget_the_seed() -> None:
-    """Reseeds the global streams of torch, numpy and Python from OS entropy.
+    """Reseed the global streams of torch, numpy and Python from the entropy of the OS.
 
-    Dropout masks and the coins of a collator that masks tokens come from these streams, in the
-    order in which samples stand in a batch. Whoever knows them sees the masks of all samples move
-    when one sample is taken out; only as long as they are secret does a sample have no influence
-    on the gradients of the others.
+    Dropout masks and random token masks come from these streams, in the order of the samples in a
+    batch. If one sample is removed, the samples after it get other masks. Only while the streams
+    are secret does a sample have no influence on the gradients of others.
     """
     torch.set_rng_state(torch.Generator.get_state(secret_generator()))
     if torch.cuda.is_available():
@@ -128,11 +127,11 @@ def forget_the_seed() -> None:
 
 
 def noise_generator(device: str | torch.device = "cpu", secure: bool = False) -> SecretGenerator:
-    """Returns a fresh secret stream of noise on ``device``; ``secure`` as in ``noise``.
+    """Return a fresh secret noise stream on ``device``; ``secure`` as in ``SecretGenerator``.
 
     Guarantee:
-        That of ``secret_generator``. It differs on every rank, so the noise of a release is
-        drawn on one rank only.
+        As of ``secret_generator``. The stream differs on every rank, so one rank alone draws the
+        noise of a release.
     """
     generator = secret_generator(device)
     generator.secure = secure
@@ -140,14 +139,14 @@ def noise_generator(device: str | torch.device = "cpu", secure: bool = False) ->
 
 
 def shared_sampling_generator() -> SecretGenerator:
-    """Returns a secret stream of sampling coins that is the same on every rank, on the CPU.
+    """Return a secret sampling stream on the CPU that is the same on every rank.
 
-    A collective call: every rank must make it, as coins that differ between ranks are not one
-    Poisson draw.
+    A collective call. If the streams of the ranks differed, their shares would not be parts of one
+    Poisson sample.
 
     Guarantee:
-        That of ``secret_generator``. The entropy is the first rank's, and crosses the network
-        between ranks, unencrypted.
+        As of ``secret_generator``. The first rank draws the entropy and sends it to the other ranks
+        over the network, unencrypted.
     """
     generator = secret_generator()
     generator.set_state(_twister_state(from_first(lambda: os.urandom(4 * _TWISTER_WORDS))))
@@ -163,17 +162,17 @@ _STATE_BYTES = 5056
 
 
 def _twister_state(entropy: bytes) -> torch.Tensor:
-    """Returns the state (5056 bytes) that holds ``entropy`` and twists before its first number."""
+    """Return a state (5056 bytes) that holds ``entropy`` and twists before the first number."""
     _require_known_layout()
     words = np.frombuffer(entropy, np.uint32).astype(np.uint64).tobytes()  # 32 bits used of each
-    # Zeros after the words: no normal number is left over from an earlier call.
+    # The zeros after the words say that no normal number is left from an earlier call.
     state = (_HEADER.pack(0, 1, 1, 0) + words).ljust(_STATE_BYTES, b"\0")
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 @cache
 def _require_known_layout() -> None:
-    current = bytes(torch.Generator().get_state().tolist())  # which works on fake tensors too
+    current = bytes(torch.Generator().get_state().tolist())  # works with fake tensors too
     _, left, seeded, position = _HEADER.unpack_from(current)
     if len(current) != _STATE_BYTES or (left, seeded, position) != (1, 1, 0):
         raise PrivacyError(
@@ -184,14 +183,15 @@ def _require_known_layout() -> None:
         )
 
 
-# ---- Known, for tests ----
+# ---- Known streams, for tests ----
 
 
 @dataclass(frozen=True)
 class Streams:
-    """The streams of a run that are known to somebody, who can subtract its noise.
+    """Sampling and noise streams that are not secret.
 
-    A run that has them is not private, and its ledger says so.
+    Anyone who knows them can subtract the noise. A run with known streams is not private, and its
+    ledger says so.
     """
 
     sampling: torch.Generator
@@ -199,6 +199,6 @@ class Streams:
 
     @classmethod
     def known(cls, seed: int = 0) -> Streams:
-        """Returns streams of coins and noise that a test can repeat."""
-        coins, noise = (torch.Generator().manual_seed(seed + i) for i in (0, 1))
-        return cls(sampling=coins, noise=noise)
+        """Return seeded streams, for a run that a test repeats."""
+        sampling, noise = (torch.Generator().manual_seed(seed + i) for i in (0, 1))
+        return cls(sampling=sampling, noise=noise)

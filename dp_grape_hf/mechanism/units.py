@@ -1,8 +1,8 @@
-"""Privacy units of several examples: whose an example is, and how a unit's examples stay together.
+"""Privacy units of several examples: their assignment, sampling and collation.
 
-Where ``privacy_unit_column`` names a column, ``user_id`` say, all examples with the same value in
-it are one unit, and what differential privacy hides is whether that unit was there at all. Poisson
-sampling then draws units. With
+If ``privacy_unit_column`` names a column, such as ``user_id``, all examples with the same value in
+it are one privacy unit. Differential privacy then hides whether the unit took part at all, and
+Poisson sampling samples units. With
 
     DataLoader(
         UnitDataset(dataset, column),
@@ -10,9 +10,9 @@ sampling then draws units. With
         collate_fn=UnitCollator(collator, physical_batch_size),
     )
 
-a data loader yields one ``LogicalBatch`` per step, of whose physical batches each holds whole units
-and tells under ``UNIT_OF_ROW`` which rows belong together. ``gradients.units`` sums their
-gradients.
+a data loader yields one ``LogicalBatch`` per step. All examples of a sampled unit are in the same
+physical batch, whose entry ``UNIT_OF_ROW`` has the unit of each row. ``gradients.units`` sums the
+gradients of each unit.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from dp_grape_hf.mechanism.sampling import (
     Share,
 )
 
-_KINDS = (str, int, float, bytes, date)  # equal wherever they look the same, unlike other objects
-_AT_ONCE = 2**14  # examples whose column is in memory while it is read
+_KINDS = (str, int, float, bytes, date)  # types whose values are equal if they look the same
+_AT_ONCE = 2**14  # examples of which the column is in memory at one time
 
 
-# ---- Who owns what ----
+# ---- The units of a data set ----
 
 
 @dataclass(frozen=True)
 class Units:
-    """Which examples belong to each privacy unit; units are numbered by their first example.
+    """The examples of each privacy unit; units are numbered in the order of their first example.
 
-    The values of the column are not kept: whose a unit is cannot be told from it.
+    The values of the column are not kept, so this object does not identify a person.
     """
 
-    order: Tensor  # (examples,), integer: their indices, those of a unit next to each other
-    offsets: Tensor  # (units + 1,), integer: where in ``order`` each unit starts and the last ends
+    order: Tensor  # (examples,), integer: indices of examples, sorted by unit
+    offsets: Tensor  # (units + 1,), integer: start of each unit in ``order``, and the end of all
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -67,29 +67,29 @@ class Units:
 
     @property
     def checksum(self) -> int:
-        """A number that differs where the units do, for processes to compare."""
+        """A checksum of the units, for processes to compare."""
         return zlib.crc32(self.offsets.numpy().data, zlib.crc32(self.order.numpy().data))
 
     def examples(self, unit: int) -> Tensor:
-        """Returns the indices of a unit's examples, in increasing order."""
+        """Return the indices of a unit's examples, in increasing order."""
         return self.order[int(self.offsets[unit]) : int(self.offsets[unit + 1])]
 
 
 def read_units(dataset: Any, column: str) -> Units:
-    """Reads a column of a data set once, and groups the examples by its values.
+    """Read a column of a data set once, and group the examples by its values.
 
     Args:
-        dataset: a ``datasets.Dataset``, of which only that column is read, or any map-style data
-            set of mappings, each of which is fetched.
+        dataset: a ``datasets.Dataset``, of which only that column is read; or any map-style data
+            set of mappings, of which all examples are read.
         column: the name of the column.
 
     Guarantee:
-        Two examples are of one unit if and only if their values are equal. A value for which that
-        question has no certain answer is refused.
+        Two examples are of one unit if and only if their values are equal. Values that cannot be
+        compared with certainty raise an error.
 
     Raises:
-        PrivacyError: if there is no such column, or a value in it is missing, not a number (NaN),
-            not of a plain type, or of another type than the first.
+        PrivacyError: if there is no such column, or a value in it is missing, NaN, not of a plain
+            type, or of another type than the first.
 
     >>> units = read_units([{"user": name} for name in "abca"], "user")
     >>> [units.examples(unit).tolist() for unit in range(len(units))]
@@ -104,9 +104,9 @@ def read_units(dataset: Any, column: str) -> Units:
             first = first or type(value)
             if type(value) is not first:
                 raise PrivacyError(
-                    f"train_dataset[{index}][{column!r}] is a {type(value).__name__}, and those "
-                    f"before it are of type {first.__name__}: one unit written in two ways would "
-                    f"count as two. Make all values of privacy_unit_column={column!r} of one type."
+                    f"train_dataset[{index}][{column!r}] is a {type(value).__name__}, and earlier "
+                    f"values are of type {first.__name__}. One unit with values of two types would "
+                    f"count as two units. Convert privacy_unit_column={column!r} to one type."
                 )
             yield numbers.setdefault(value, len(numbers))
 
@@ -117,7 +117,7 @@ def read_units(dataset: Any, column: str) -> Units:
 
 
 def _column(dataset: Any, column: str) -> Iterator[Any]:
-    """Yields the values of a column, in the order of the examples."""
+    """Yield the values of a column, in the order of the examples."""
     if hasattr(dataset, "column_names") and hasattr(dataset, "with_format"):  # datasets.Dataset
         _refuse_missing(column, dataset.column_names, "train_dataset")
         alone = dataset.with_format(None).select_columns([column])
@@ -128,8 +128,8 @@ def _column(dataset: Any, column: str) -> Iterator[Any]:
         example = dataset[index]
         if not isinstance(example, Mapping):
             raise PrivacyError(
-                f"train_dataset[{index}] is a {type(example).__name__}, which has no columns, but "
-                f"privacy_unit_column={column!r} was given. Make each example a dictionary."
+                f"train_dataset[{index}] is a {type(example).__name__}, which has no columns. "
+                f"privacy_unit_column={column!r} needs one. Make each example a dictionary."
             )
         _refuse_missing(column, example, f"train_dataset[{index}]")
         yield example[column]
@@ -139,46 +139,46 @@ def _refuse_missing(column: str, names: Collection[str], where: str) -> None:
     if column not in names:
         raise PrivacyError(
             f"privacy_unit_column={column!r} is not in {where}, which has {', '.join(names)}. Name "
-            "a column of the data as it reaches training: what prepares the data must keep it."
+            "a column of the data set that is passed to the trainer, and keep it in preprocessing."
         )
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Returns a value that is equal to another one if and only if both name the same unit."""
+    """Return a value of a plain type, which equals another if and only if both name one unit."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()  # tensors are equal to themselves only
+        value = value.item()  # as dictionary keys, two tensors of one value would differ
     if value is None or (isinstance(value, _KINDS) and value != value):
         raise PrivacyError(
-            f"{where} is {value!r}: whose that example is is not known, and so not which unit "
-            "protects it. Leave such examples out, or give each a value of its own."
+            f"{where} is {value!r}. The privacy unit of that example is not known. Leave such "
+            "examples out, or give each a different value."
         )
     if not isinstance(value, _KINDS):
         raise PrivacyError(
-            f"{where} is a {type(value).__name__}, which cannot be told from another of the same "
-            "contents. Make the column one of text or whole numbers."
+            f"{where} is a {type(value).__name__}. Such values cannot be compared with certainty. "
+            "Make the column one of text or whole numbers."
         )
     return value
 
 
-# ---- Draws ----
+# ---- Sampling and collation ----
 
 
 class UnitBatchSampler(Sampler[list[list[int]]]):
-    """Yields the examples of the units of one Poisson draw per step, or this rank's share of them.
+    """Yield the examples of the units of one sampled batch per step, or this rank's share of them.
 
     Args:
-        draws: draws units, by number, and says which rank this is.
-        units: which examples they have.
-        max_examples_per_unit: most examples that a draw uses of a unit; None for all.
+        draws: samples the numbers of units, and knows the rank of this process.
+        units: the examples of each unit.
+        max_examples_per_unit: the most examples of a unit that a batch uses; None for all.
 
     Guarantee:
-        That of ``PoissonBatchSampler``, for units: each enters a draw by a coin of its own, as a
-        whole, on one rank. A unit with more than ``max_examples_per_unit`` examples enters with a
-        uniformly random subset of that size, chosen anew in each draw, from the stream of the
-        coins and so alike on every rank.
+        As of ``PoissonBatchSampler``, for units: each batch includes each unit independently, with
+        all its examples on one rank. A unit with more than ``max_examples_per_unit`` examples
+        enters with a uniformly random subset of that size, chosen again in each batch. The subset
+        is drawn from the shared sampling stream, so it is the same on every rank.
 
     Raises:
-        PrivacyError: An argument is out of range.
+        PrivacyError: if an argument is out of range.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
     ) -> None:
         require(
             draws.num_samples == len(units),
-            "draws.num_samples must be the number of units, of which it draws.",
+            f"{draws.num_samples=} must be the number of units, {len(units)}.",
         )
         require(
             max_examples_per_unit is None or max_examples_per_unit >= 1,
@@ -200,31 +200,31 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         return len(self.draws)
 
     def __iter__(self) -> Iterator[list[list[int]]]:
-        """Yields this rank's units of fresh draws, each as the indices of its examples."""
-        for whole in self.draws.draws():
-            # Of all units, not of the share alone: ranks would go on with different coins.
-            drawn = [self._some_of(self.units.examples(unit)) for unit in whole]
-            yield self.draws.share(drawn, whole.turn)
+        """Yield this rank's units of new batches, each as the indices of its examples."""
+        for batch in self.draws.draws():
+            # Every rank chooses the subsets of all units, to use the same random numbers.
+            drawn = [self._some_of(self.units.examples(unit)) for unit in batch]
+            yield self.draws.share(drawn, batch.turn)
 
     def _some_of(self, examples: Tensor) -> list[int]:
         most = self.max_examples_per_unit
         if most is not None and len(examples) > most:
-            coins = torch.rand(len(examples), dtype=torch.float64, generator=self.draws.generator)
-            examples = examples[coins.topk(most, largest=False).indices.sort().values]
+            uniform = torch.rand(len(examples), dtype=torch.float64, generator=self.draws.generator)
+            examples = examples[uniform.topk(most, largest=False).indices.sort().values]
         indices: list[int] = examples.tolist()
         return indices
 
 
 class UnitDataset(Dataset[Any]):
-    """A map-style data set that fetches whole units, and keeps to itself whose they are.
+    """Wrapper of a map-style data set that reads all examples of a unit, without the unit's name.
 
     Args:
-        dataset: has ``__getitem__`` and ``__len__``.
-        column: the column of the units, which is taken out of each example.
-        seeds: as in ``with_own_coins``.
+        dataset: a data set with ``__getitem__`` and ``__len__``.
+        column: the column of the units, which is removed from each example.
+        seeds: as in ``with_separate_seeds``.
 
     Raises:
-        PrivacyError: when read from, if the data set remembers what was read.
+        PrivacyError: when read, if the data set's state changes.
     """
 
     def __init__(self, dataset: Any, column: str, seeds: Seeds = secret_seeds) -> None:
@@ -239,39 +239,39 @@ class UnitDataset(Dataset[Any]):
         return {n: value for n, value in self.dataset[index].items() if n != self.column}
 
     def __getitems__(self, units: list[list[int]]) -> Share[list[Any]]:
-        """Returns the examples of each unit of a share, as ``EmptyDrawDataset`` does."""
+        """Return the examples of each unit of a share, as ``EmptyDrawDataset`` does."""
         return self._each(lambda unit: [self[index] for index in unit], units)
 
 
 class UnitCollator(LogicalBatchCollator):
-    """Makes physical batches of whole units, each of which is collated by itself.
+    """Collate each unit of a share alone, and stack units into physical batches.
 
-    The units of a physical batch are numbered from 0, larger ones first, and the rows of a unit
-    lie next to each other.
+    The units of a physical batch are numbered from 0, larger units first. The rows of a unit are
+    next to each other.
 
     Guarantee:
-        That of ``LogicalBatchCollator``, for units.
+        As of ``LogicalBatchCollator``, for units.
 
     Raises:
         PrivacyError: ``physical_batch_size`` is not positive, or smaller than a unit.
     """
 
     def __call__(self, units: list[list[Any]]) -> LogicalBatch:
-        """Collates each unit of a share by itself, and stacks what is alike."""
+        """Collate each unit of a share alone, and stack rows of equal form."""
         for unit in units:
             refuse_large_unit(len(unit), self.physical_batch_size)
-        rows = self._each(self.own_rows, units)
+        rows = self._each(self.collate_rows, units)
         batches, sizes = [], []
         for batch, members in stacked(rows, partial(self._packed, [len(unit) for unit in units])):
-            whose = [number for number, i in enumerate(members) for _ in units[i]]
-            batches.append({**batch, UNIT_OF_ROW: torch.tensor(whose)})
-            sizes.append(len(whose))
+            unit_of_row = [number for number, i in enumerate(members) for _ in units[i]]
+            batches.append({**batch, UNIT_OF_ROW: torch.tensor(unit_of_row)})
+            sizes.append(len(unit_of_row))
         return LogicalBatch(batches, sizes, rows.turn)
 
     def _packed(self, sizes: list[int], members: list[int]) -> list[list[int]]:
-        """Returns units that fit into one physical batch each: the first that has room, by size."""
+        """Split units into physical batches: the largest first, each into the first with room."""
         packed: list[list[int]] = []
-        room: dict[int, int] = {}  # number of a batch that is not full -> examples that fit in
+        room: dict[int, int] = {}  # number of a batch that is not full -> examples that still fit
         for unit in sorted(members, key=sizes.__getitem__, reverse=True):
             number = next((n for n, left in room.items() if left >= sizes[unit]), len(packed))
             if number == len(packed):
@@ -285,10 +285,10 @@ class UnitCollator(LogicalBatchCollator):
 
 
 def refuse_large_unit(size: int, physical_batch_size: int) -> None:
-    """Refuses a unit of so many examples that no physical batch holds it."""
+    """Refuse a unit with more examples than a physical batch holds."""
     require(
         size <= physical_batch_size,
         "A privacy unit has more examples than a physical batch holds, "
-        f"per_device_train_batch_size={physical_batch_size}; a unit is clipped as a whole, so it "
-        "must fit into one. Raise per_device_train_batch_size, or set max_examples_per_unit.",
+        f"per_device_train_batch_size={physical_batch_size}. A unit is clipped as one gradient, so "
+        "it must fit. Raise per_device_train_batch_size, or set max_examples_per_unit.",
     )

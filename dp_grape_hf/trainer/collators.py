@@ -17,7 +17,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import StateGuard, keeping_random_state, seed_all
-from dp_grape_hf.mechanism import LogicalBatchCollator, OwnRows
+from dp_grape_hf.mechanism import LogicalBatchCollator, RowCollator
 
 _TRIED = 16  # examples that the data collator is tried on
 _LOOKED_AT = 4  # examples, for each that a physical batch holds, of which one is put together
@@ -62,9 +62,9 @@ def state_of(loader: DataLoader[Any]) -> StateGuard:
     return StateGuard(train_dataset=dataset.dataset, data_collator=_own_rows(loader).collator)
 
 
-def _own_rows(loader: DataLoader[Any]) -> OwnRows:
+def _own_rows(loader: DataLoader[Any]) -> RowCollator:
     assert isinstance(loader.collate_fn, LogicalBatchCollator)
-    return loader.collate_fn.own_rows
+    return loader.collate_fn.collate_rows
 
 
 def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
@@ -73,7 +73,7 @@ def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
     return [dataset[i] for i in range(0, len(dataset), step)][:count]
 
 
-def refuse_other_rows(own_rows: OwnRows, examples: Sequence[Any]) -> None:
+def refuse_other_rows(own_rows: RowCollator, examples: Sequence[Any]) -> None:
     """Refuses a collator whose row of an example is another one, but for padding, among others.
 
     What it draws at random is not compared.

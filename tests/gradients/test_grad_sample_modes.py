@@ -99,7 +99,7 @@ def test_a_sample_that_is_not_finite_contributes_exactly_zero(
     mode: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if waits:
-        monkeypatch.setattr(clipping, "_KNOWN_AT_ONCE", set[str]())
+        monkeypatch.setattr(clipping, "_SYNCHRONOUS", set[str]())
     model, inputs, _ = MODELS["vit"]()
     per_sample = make_engine("layerwise", model, grad_sample_mode=mode)
     released(per_sample, [inputs])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, OwnRows, UnitCollator, collation
+from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, RowCollator, UnitCollator, collation
 from dp_grape_hf.trainer.collators import refuse_other_rows
 from recipes.paper.opt_tasks import Collator as OptionsCollator
 from tests.support.collators import longest_first, tokenizer
@@ -131,9 +131,9 @@ def test_a_row_is_that_of_the_example_alone_but_for_padding(name: str) -> None:
     examples = [make(length, i) for i, length in enumerate(LENGTHS)]
     if name in ("stretched", "mixed", "normalised"):
         with pytest.raises(PrivacyError, match="otherwise among others"):
-            refuse_other_rows(OwnRows(collator), examples)
+            refuse_other_rows(RowCollator(collator), examples)
     else:
-        refuse_other_rows(OwnRows(collator), examples)
+        refuse_other_rows(RowCollator(collator), examples)
 
 
 @pytest.mark.parametrize("name", ["padded left", "options", "boxes", "next words"])
@@ -157,7 +157,7 @@ def test_the_grid_pads_by_less_than_a_half() -> None:
 
 def test_padding_stays_within_the_positions_of_a_model() -> None:
     longest = 43
-    own = OwnRows(COLLATORS["padded left"][0], Grid(longest))
+    own = RowCollator(COLLATORS["padded left"][0], Grid(longest))
     for length in range(1, longest + 1):
         expected = min(Grid()(length), longest)
         assert own([text(length, 0)])["input_ids"].shape == (1, expected)
@@ -170,8 +170,8 @@ def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
     example = {"prompt_ids": ids(9), "answer_ids": ids(9)}
-    assert OwnRows(joined)([example])["input_ids"].shape == (1, 24)
-    assert OwnRows(joined, Grid(20))([example])["input_ids"].shape == (1, 18)
+    assert RowCollator(joined)([example])["input_ids"].shape == (1, 24)
+    assert RowCollator(joined, Grid(20))([example])["input_ids"].shape == (1, 18)
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
@@ -182,7 +182,7 @@ def test_lists_arrays_and_tensors_are_padded_alike(kind: Callable[[Any], Any]) -
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, True), "labels": labels}
 
     classes = kind([0.0, 1.0, 0.0])  # one number for each class, which is no sequence
-    row = OwnRows(pads)([{"input_ids": kind([7] * 5), "labels": classes}])
+    row = RowCollator(pads)([{"input_ids": kind([7] * 5), "labels": classes}])
     assert row["input_ids"].tolist() == [[7] * 5 + [0] * 3]
     assert row["labels"].shape == (1, 3)
 
@@ -193,7 +193,7 @@ def test_an_example_is_not_changed_by_its_collator() -> None:
         return dict(COLLATORS["padded left"][0](examples)) | {"labels": torch.tensor(labels)}
 
     example = text(5, 0)
-    assert OwnRows(takes_out)([example])["input_ids"].shape == (1, 8)
+    assert RowCollator(takes_out)([example])["input_ids"].shape == (1, 8)
     assert example == text(5, 0)
 
 
@@ -263,7 +263,7 @@ def test_coins_of_one_example_are_nothing_to_the_next() -> None:
     for how in ("less", "more", "seeds"):
         torch.manual_seed(5)
         items, seeds = [how, "less"], collation.repeatable_seeds
-        first, second = collation.with_own_coins(tosses, items, seeds)
+        first, second = collation.with_separate_seeds(tosses, items, seeds)
         found.append((second, _coins()[0]))
         assert second[0] != first[0]
     assert found[0] == found[1] == found[2]
@@ -273,7 +273,7 @@ def test_coins_are_fresh_whatever_seed_is_set() -> None:
     before, flat = _states(), []
     for _ in range(2):
         torch.manual_seed(0)
-        made = collation.with_own_coins(lambda _: _coins(), range(3))
+        made = collation.with_separate_seeds(lambda _: _coins(), range(3))
         flat += [coin for coins in made for coin in coins]
     assert len(set(flat)) == len(flat)
     assert _states()[1:] == before[1:]

@@ -460,13 +460,13 @@ def test_no_two_releases_and_no_two_tensors_share_noise() -> None:
 def test_draws_do_not_merge_and_steps_have_their_order() -> None:
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     for step in (engine.release, lambda: engine.accumulate({"a": Dense(torch.ones(2, 3))})):
-        with pytest.raises(PrivacyError, match=r"without begin\(\)"):
+        with pytest.raises(PrivacyError, match=r"called before begin\(\)"):
             step()
     engine.begin({})
-    with pytest.raises(PrivacyError, match="never released"):
+    with pytest.raises(PrivacyError, match="before the last logical batch was released"):
         engine.begin({})
     engine.release()
-    with pytest.raises(PrivacyError, match=r"without begin\(\)"):
+    with pytest.raises(PrivacyError, match=r"called before begin\(\)"):
         engine.release()
     assert engine.ledger.steps == 1
 
@@ -518,7 +518,7 @@ def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
     engine.begin({})
     with pytest.raises(KeyError):
         engine.accumulate({"b": Dense(torch.ones(2, 3))})
-    with pytest.raises(PrivacyError, match="never released"):
+    with pytest.raises(PrivacyError, match="before the last logical batch was released"):
         engine.begin({})
 
 

@@ -74,7 +74,7 @@ def test_q_of_one_draws_everything() -> None:
 
 def test_drawing_in_pieces_never_changes_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(PoissonBatchSampler(1000, 0.1, 5, coins()))
-    monkeypatch.setattr(sampling, "_COINS_AT_ONCE", 64)
+    monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 64)
     assert list(PoissonBatchSampler(1000, 0.1, 5, coins())) == whole
 
 

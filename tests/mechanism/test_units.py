@@ -93,12 +93,12 @@ def test_the_checksum_tells_who_owns_what() -> None:
         ([("a", 1)], r"train_dataset\[0\] is a tuple, which has no columns"),
         ([{"user": "a"}, {"user": None}], r"train_dataset\[1\]\['user'\] is None"),
         (_frozen([{"user": 1}, {"user": None}]), r"train_dataset\[1\]\['user'\] is None"),
-        ([{"user": math.nan}], "is nan: whose that example is is not known"),
+        ([{"user": math.nan}], "is nan.*that example is not known"),
         ([{"user": torch.tensor(math.nan)}], "is nan"),
-        ([{"user": [1, 2]}], "is a list, which cannot be told"),
-        ([{"user": torch.tensor([1])}], "is a Tensor, which cannot be told"),
-        ([{"user": object()}], "is a object, which cannot be told"),
-        ([{"user": 1}, {"user": "1"}], r"train_dataset\[1\]\['user'\] is a str, and those before"),
+        ([{"user": [1, 2]}], "is a list. Such values cannot be compared"),
+        ([{"user": torch.tensor([1])}], "is a Tensor. Such values cannot be compared"),
+        ([{"user": object()}], "is a object. Such values cannot be compared"),
+        ([{"user": 1}, {"user": "1"}], r"train_dataset\[1\]\['user'\] is a str, and earlier"),
     ],
 )
 def test_a_column_that_does_not_say_whose_examples_are_is_refused(

@@ -171,7 +171,7 @@ def test_a_batch_out_of_order_is_refused(how: str, tmp_path: Path) -> None:
     if how != "before the start":
         trainer.training_step(model, batch)
     late = {"twice": batch, "two loaders": other, "before the start": early}[how]
-    with pytest.raises(PrivacyError, match="batches of a run are used in order"):
+    with pytest.raises(PrivacyError, match="use the batches of a run in order"):
         trainer.training_step(model, late)
 
 

@@ -281,7 +281,7 @@ def test_lengths_follow_from_the_declared_number_alone(
             expected_batch_size=declared,
             per_device_train_batch_size=declared // 4,
         )
-        grids.add(trainer.get_train_dataloader().collate_fn.own_rows.grid)
+        grids.add(trainer.get_train_dataloader().collate_fn.collate_rows.grid)
     assert len(grids) == 1
 
 

@@ -522,7 +522,7 @@ def test_texts_have_few_lengths_where_a_step_has_few_physical_batches(
 ) -> None:
     settings = {"expected_batch_size": 12, "per_device_train_batch_size": size}
     collate = make_trainer(tmp_path, **settings).get_train_dataloader().collate_fn
-    assert collate.own_rows.grid.parts == parts
+    assert collate.collate_rows.grid.parts == parts
 
 
 def test_a_classifier_takes_the_names_of_its_labels_from_the_data(tmp_path: Path) -> None:
