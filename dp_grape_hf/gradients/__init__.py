@@ -1,11 +1,12 @@
-"""Losses and gradients of each example.
+"""Losses and per-sample gradients.
 
-What is computed here is sensitive: nothing is clipped and nothing has noise. ``engine`` says what
-an engine is. ``layerwise`` is the fast one (one pass, a function or a rule for each layer type),
-``definition`` the one that is the definition, and ``query`` the base of those of plug-ins.
-``losses`` knows the loss of one example, ``forms`` the forms that its gradient may have, and
-``flat`` the layout of most gradients as one matrix. ``replay`` compares gradients of a first batch
-with those of each example alone, and ``checks`` watches the model during the run.
+All results of this subpackage are sensitive: nothing is clipped, and nothing has noise. ``engine``
+defines the interface of an engine. ``layerwise`` is the fast engine: one pass of the batch, with a
+rule for each layer type. ``definition`` is the engine that runs each example separately, and
+``query`` is the base class of plug-in engines. ``losses`` defines the loss of one example,
+``forms`` the representations of its gradient, and ``flat`` the layout of most gradients in one
+matrix. ``replay`` compares the gradients of a first batch with gradients of single examples, and
+``checks`` tests the model during the run.
 """
 
 from dp_grape_hf.gradients.by_name import (
@@ -23,7 +24,7 @@ from dp_grape_hf.gradients.checks.guards import (
     seed_all,
 )
 from dp_grape_hf.gradients.checks.sketches import tolerance_for
-from dp_grape_hf.gradients.checks.spot_checks import WatchedEngine
+from dp_grape_hf.gradients.checks.spot_checks import SpotCheckedEngine
 from dp_grape_hf.gradients.checks.state import StateGuard, warm_up
 from dp_grape_hf.gradients.checks.unused import freeze_unused, refuse_reached
 from dp_grape_hf.gradients.compiled import Compilation
@@ -94,10 +95,10 @@ __all__ = [
     "QueryEngine",
     "RewardLoss",
     "Runs",
+    "SpotCheckedEngine",
     "StateGuard",
     "TrainerLoss",
     "UnitEngine",
-    "WatchedEngine",
     "batch_size_of",
     "by_halves",
     "choice",

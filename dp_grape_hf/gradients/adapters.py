@@ -1,4 +1,4 @@
-"""What is known of PEFT's methods: which of them train, for whoever has one that does not."""
+"""The PEFT methods that this package supports, for error messages."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ ADAPTERS = (
     *("HRA", "VeRA", "RandLoRA", "FourierFT", "WaveFT", "VB-LoRA", "SHiRA", "C3A", "MiSS", "RoAd"),
     *("DeLoRA", "GraLoRA", "PSOFT", "LN tuning", "trainable tokens"),
 )
-"""PEFT's methods whose gradients were compared with autograd, each in a model."""
+"""PEFT methods whose gradients were compared with autograd."""
 
 
 def advice(model: nn.Module) -> str:
-    """Returns what to add to the refusal of a model: other adapters, if it has one of PEFT's."""
+    """Return a sentence that lists supported adapters, if the model has an adapter; else ""."""
     if not getattr(model, "peft_config", None):
         return ""
-    return f" Adapters that are known to work: {', '.join(ADAPTERS)}."
+    return f" These adapters are supported: {', '.join(ADAPTERS)}."

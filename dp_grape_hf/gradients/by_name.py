@@ -1,4 +1,4 @@
-"""The engines by name, and one of them as a function."""
+"""The engines by name, and a function that computes per-sample gradients."""
 
 from __future__ import annotations
 
@@ -38,17 +38,24 @@ def make_engine(
     grad_sample_mode: str = GradSampleMode.AUTO,
     **options: Any,
 ) -> PerSampleEngine:
-    """Returns the engine of that name for a model; ``options`` are its own.
+    """Return the engine of that name for a model.
 
-    A loss that a model returns itself is that of a batch of one example, which only ``functorch``
-    runs the model on. It then takes the place of the other.
+    A model that returns its own loss must run on batches of one example, which only ``functorch``
+    does. So ``functorch`` is used for it, whatever ``name`` is.
+
+    Args:
+        name: a name in ``ENGINES``.
+        model: the model.
+        loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
+        grad_sample_mode: see ``GradSampleMode``.
+        **options: further arguments of the engine's class.
 
     Raises:
         PrivacyError: if there is no such engine, or it does not have that mode.
-        UnsupportedModelError: if a module is refused, or the loss is not known.
+        UnsupportedModelError: if a module is not supported, or the loss is not known.
     """
     if name not in ENGINES:
-        raise PrivacyError(f"engine={name!r} is not known; choose one of: {', '.join(ENGINES)}.")
+        raise PrivacyError(f"engine={name!r} does not exist. Use one of: {', '.join(ENGINES)}.")
     refuse_modules(model)  # before its loss is looked up by the name of its class
     loss = loss_for(model) if loss is None else loss
     if isinstance(loss, OwnLoss):
@@ -65,18 +72,18 @@ def per_sample_gradients(
     loss: LossFunction | None = None,
     grad_sample_mode: str = GradSampleMode.AUTO,
 ) -> tuple[Tensor, Gradients]:
-    """Returns per-sample losses (B,) and per-sample gradients by parameter name.
+    """Return per-sample losses (B,) and per-sample gradients by parameter name.
 
     Args:
         model: any model with a supported head, or any module with ``loss`` given.
         inputs: keyword arguments of the model, ``labels`` included; batch in dimension 0.
-        projections: parameter name -> ``Projector``; parameters not named are not projected.
+        projections: parameter name -> ``Projector``; other parameters are not projected.
         engine: ``layerwise`` or ``functorch``.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
-        grad_sample_mode: in what form gradients are returned; see ``GradSampleMode``.
+        loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
+        grad_sample_mode: the representation of gradients; see ``GradSampleMode``.
 
     Raises:
-        UnsupportedModelError: if a gradient cannot be computed exactly; the message names the
+        UnsupportedModelError: if a gradient cannot be computed exactly. The message names the
             module.
     """
     return make_engine(engine, model, loss, grad_sample_mode)(inputs, projections or {})

@@ -1,15 +1,14 @@
 """The forward and backward pass through ``torch.compile``.
 
-Each layer that is trained has a forward that ``torch.compile`` can trace, the same in every pass. A
-layer with a plan runs by its autograd function. To the output of any other, a table say, zeros are
-added that take no memory, one for each number of the output. Their gradient is that of the output,
-from which the layer's rule then computes the gradients of its parameters, as in a pass that is not
-compiled.
+Each trained layer has a forward that ``torch.compile`` can trace, the same in every pass. A layer
+with a plan runs by its autograd function. To the output of any other layer (an embedding table),
+zeros are added, which take no memory. The gradient of the zeros is the gradient of the output. From
+it, the layer's rule computes the gradients of the parameters, as in a pass without compilation.
 
 The model is compiled as one graph (``fullgraph``) for each shape of a batch. So the model's code
-cannot depend on values of the data. The shapes inside of the model are therefore the same for all
-batches of one shape, and one pass without compilation shows them. A module whose parameters have a
-row for each sample runs as it is.
+cannot depend on values of the data, and the shapes inside the model are the same for all batches of
+one shape. A first pass without compilation shows them. The forward of a module whose parameters
+have a row for each sample is not replaced.
 
 Shapes: B samples, of R >= B rows that the model is compiled for.
 """
@@ -40,7 +39,7 @@ from dp_grape_hf.gradients.rows import rows_of
 
 logger = logging.getLogger(__name__)
 
-_MOST_SHAPES = 64  # for which the model is compiled
+_MOST_SHAPES = 64  # the most shapes for which the model is compiled
 
 
 @dataclass(frozen=True)
@@ -60,34 +59,34 @@ class Compilation:
 
 @dataclass(eq=False)
 class _Layer:
-    """What the forward of a layer reads and writes when it is traced."""
+    """The state that the forward of a layer reads and writes when it is traced."""
 
     site: Site
     original: Forward
     plan: Plan | None = None
     rows: int = 1
-    matrix: Tensor | None = None  # P, if it acts on what is saved
+    matrix: Tensor | None = None  # P, if it projects the saved tensor
     zeros: Tensor | None = None
     saved: Tensor | None = None
 
     def run_planned(self, x: Tensor) -> Tensor:
-        """Runs a layer by its autograd function."""
+        """Run a layer by its autograd function."""
         assert self.plan is not None
         return self.plan.run(x)
 
     def run_table(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a table, which looks rows up by the forward of ``nn.Embedding``, its own or not."""
+        """Run an embedding table; ``_look_up`` captures its look-ups."""
         _looking_up.layer, table = self, self.site.module
         output = type(table).forward(table, *args, **kwargs)
         _looking_up.layer = None
         return output
 
     def run_with_zeros(self, x: Tensor) -> Tensor:
-        """Runs a layer that has a rule and no plan."""
+        """Run a layer that has a rule and no plan."""
         return self.add(x, self.original(x))
 
     def add(self, given: Tensor, output: Tensor) -> Tensor:
-        """Keeps what the rule needs, and returns the output with zeros added to it."""
+        """Save the rule's tensor of the input, and return the output with zeros added to it."""
         assert self.site.rule is not None
         assert self.zeros is not None
         if not self.site.carried:
@@ -100,9 +99,9 @@ class _Layer:
 
 @dataclass
 class _LookingUp:
-    """The table whose forward is running."""
+    """The embedding table whose forward is running."""
 
-    layer: _Layer | None = None  # of the instance at all times, or the model is compiled twice
+    layer: _Layer | None = None  # always an attribute of the instance, to avoid recompilation
 
 
 _looking_up = _LookingUp()
@@ -110,9 +109,9 @@ _forward = nn.Embedding.forward
 
 
 def _look_up(module: nn.Embedding, indices: Tensor) -> Tensor:
-    """Takes the place of ``nn.Embedding.forward`` while a model is traced.
+    """Replacement of ``nn.Embedding.forward`` while a model is traced.
 
-    The tracer does not always see what takes the place of ``functional.embedding``.
+    The tracer does not always see a replacement of ``functional.embedding``.
     """
     output, layer = _forward(module, indices), _looking_up.layer
     if layer is None or module is not layer.site.module:
@@ -121,45 +120,52 @@ def _look_up(module: nn.Embedding, indices: Tensor) -> Tensor:
 
 
 class NotCompiledError(RuntimeError):
-    """The model, or this batch, is better run without ``torch.compile``."""
+    """The model, or this batch, must run without ``torch.compile``."""
 
 
 @dataclass
 class CompiledModel:
-    """Runs a model by what ``torch.compile`` made of it.
+    """A model with a compiled forward and backward pass.
 
     Args:
         model: the model.
-        sites: its layers that are trained.
+        sites: the sites of its trained layers.
         options: how to compile it.
+
+    Attributes:
+        refused: why the model cannot be compiled; empty if it can.
     """
 
     model: nn.Module
     sites: Sites
     options: Compilation
     refused: str = ""
-    """Why the model cannot be compiled."""
     _outputs: dict[Shapes, dict[Site, tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)
-    _compiled: set[Any] = field(default_factory=set)  # the shapes that it was compiled for
+    _compiled: set[Any] = field(default_factory=set)  # (shapes, training mode) compiled so far
     _layers: list[_Layer] = field(default_factory=list)
     _run: Callable[..., Any] | None = None
 
     def learn(self, shapes: Shapes, run: Pass) -> None:
-        """Takes what a pass without compilation has shown, with samples of these shapes."""
+        """Store the shapes of outputs of layers in a pass without compilation.
+
+        Args:
+            shapes: of the model's inputs.
+            run: the finished pass.
+        """
         if self.refused or shapes in self._outputs:
             return
-        found = {}
+        of_sites = {}
         for site, outputs in run.outputs.items():
             (shape, dtype), *others = outputs
             if others:
                 self._refuse(f"{site.label} runs more than once")
             rows = shape[0] // run.batch_size * self.options.rows
-            found[site] = torch.Size([rows, *shape[1:]]), dtype
-        self._outputs[shapes] = found
+            of_sites[site] = torch.Size([rows, *shape[1:]]), dtype
+        self._outputs[shapes] = of_sites
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason
-        logger.warning("torch_compile=True: %s, so the model runs without it.", reason)
+        logger.warning("torch_compile=True: %s. The model runs without compilation.", reason)
 
     def differentiate(
         self,
@@ -169,22 +175,22 @@ class CompiledModel:
         plans: Plans,
         losses_of: Callable[[Mapping[str, Any], Callable[..., Any]], Tensor],
     ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Returns losses (B,), gradients (B, D), and those that are not in the layout.
+        """Return losses (B,), gradients (B, D), and gradients that are not in the layout.
 
         Args:
             inputs: B samples.
-            shapes: of one of them.
+            shapes: the shapes of one sample.
             run: computes gradients by the rules of layers.
-            plans: of ``run``.
-            losses_of: computes losses of inputs with a function that runs the model.
+            plans: the plans of ``run``.
+            losses_of: computes the losses of inputs, with a function that runs the model.
 
         Raises:
-            NotCompiledError: to be run without.
+            NotCompiledError: if this batch must run without compilation.
         """
         size, rows = run.batch_size, self.options.rows
         if size > rows or shapes not in self._outputs:
             raise NotCompiledError
-        if torch._C._len_torch_dispatch_stack() > 0:  # somebody looks on
+        if torch._C._len_torch_dispatch_stack() > 0:  # a dispatch mode, of a spot check for example
             raise NotCompiledError
         self._connect(plans, run, shapes)
         padded = rows_of(inputs, [*range(size), *[0] * (rows - size)])
@@ -198,7 +204,7 @@ class CompiledModel:
         zeros = [layer.zeros for layer in added if layer.zeros is not None]
         leaves = [*pieces.values(), *zeros, *run.rows.values()]
         gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        if any(gradient is None for gradient in gradients):  # zero would be a wrong gradient
+        if any(gradient is None for gradient in gradients):  # None here does not mean zero
             self._refuse("the gradient of a layer was not traced")
             raise NotCompiledError
         parts = {p: gradient[:size] for p, gradient in zip(pieces, gradients, strict=False)}
@@ -209,16 +215,16 @@ class CompiledModel:
             if saved is None:
                 self._refuse(f"the input of {layer.site.label} was not traced")
                 raise NotCompiledError
-            mine = slice(None, len(saved) // rows * size), slice(None, len(gradient) // rows * size)
+            saved = saved[: len(saved) // rows * size].detach()
+            gradient = gradient[: len(gradient) // rows * size]
             early = layer.matrix is not None
-            found = run.take(layer.site, saved[mine[0]].detach(), gradient[mine[1]], early)
-            for name, part in found.items():
+            for name, part in run.take(layer.site, saved, gradient, early).items():
                 piece = plans.layout.places[name].piece
                 parts[piece] = parts[piece] + part if piece in parts else part
         return losses.detach(), *run.together(parts)
 
     def _connect(self, plans: Plans, run: Pass, shapes: Shapes) -> None:
-        """Has the layers run with these projections, on samples of these shapes."""
+        """Prepare the layers for these projections and shapes of samples."""
         if [layer.site for layer in self._layers] != self.sites.all:
             self._layers = [self._layer(site) for site in self.sites]
         outputs = self._outputs[shapes]
@@ -242,13 +248,13 @@ class CompiledModel:
             self._refuse(f"{site.label} has no rule and runs under vmap")
             raise NotCompiledError
         if "forward" in vars(site.module):
-            self._refuse(f"something has put another forward in the place of {site.label}'s")
+            self._refuse(f"the forward of {site.label} was replaced")
             raise NotCompiledError
         return _Layer(site, site.module.forward)
 
     @contextmanager
     def _traceable(self, run: Pass) -> Iterator[None]:
-        """Puts forwards that can be traced in the place of the layers'."""
+        """Replace the forwards of the layers by ones that can be traced, inside."""
         by_rows = [layer.site for layer in self._layers if layer.site.by_rows]
         forwards = [
             layer.run_planned
@@ -277,24 +283,24 @@ class CompiledModel:
                 parameter.requires_grad_(True)
 
     def _compile(self, shapes: Shapes) -> Callable[..., Any]:
-        """Returns what runs the model."""
+        """Return a function that runs the compiled model."""
         if self._run is None:
             settings: dict[str, Any] = {"fullgraph": True, "dynamic": False}
             settings["backend"] = self.options.backend or "inductor"
             model = self.model
 
-            def run_model(*args: Any, **kwargs: Any) -> Any:  # a model would be given attributes
+            def run_model(*args: Any, **kwargs: Any) -> Any:  # compile() adds attributes to a model
                 return model(*args, **kwargs)
 
             self._run = torch.compile(run_model, mode=self.options.mode, **settings)
-        compiled, key = self._run, (shapes, self.model.training)  # of a graph
-        config: Any = sys.modules["torch._dynamo"].config  # imported by now
+        compiled, key = self._run, (shapes, self.model.training)  # one graph for each key
+        config: Any = sys.modules["torch._dynamo"].config  # torch.compile has imported it
         limit = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if key not in self._compiled:
                 text = ", ".join(f"{name} {(self.options.rows, *shape)}" for name, shape in shapes)
-                logger.warning("Compiling the model for %s: up to some minutes.", text)
+                logger.warning("Compiling the model for %s. This can take some minutes.", text)
             try:
                 with config.patch({limit: _MOST_SHAPES}):
                     outputs = compiled(*args, **kwargs)
@@ -311,5 +317,5 @@ class CompiledModel:
 
 
 def _is_of_compiler(error: BaseException) -> bool:
-    """Whether an error is the compiler's, and not the model's."""
+    """Whether an error comes from the compiler, and not from the model."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))

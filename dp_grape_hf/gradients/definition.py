@@ -1,11 +1,11 @@
 """The functorch engine: the loss of one sample, vectorised over the samples by ``torch.func.vmap``.
 
-This is the definition of a per-sample gradient, written out: every sample has coordinates of its
-own, the whole model runs under vmap, and one backward pass of the sum of the losses differentiates
-each loss in its own sample's coordinates. No sample can reach another's loss, whatever the model
-does. It shares nothing with the layer rules, so it checks them, and it serves models that the
-layerwise engine refuses. The model's code must be traceable by vmap; for that of transformers, the
-second half of this module makes it so.
+This engine follows the definition of a per-sample gradient: each sample has separate coordinates,
+the whole model runs under vmap, and one backward pass of the sum of the losses differentiates each
+loss in the coordinates of its sample. No sample can influence another's loss, whatever the model
+does. The engine does not use the layer rules, so it is an independent check of them. It also
+supports models that the layerwise engine does not. vmap must be able to trace the model's code; the
+second half of this module makes the code of transformers traceable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
-from dp_grape_hf.gradients.checks.sketches import Prints
+from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
 from dp_grape_hf.gradients.rows import batch_size_of
@@ -40,11 +40,11 @@ from dp_grape_hf.projections import Projector
 
 
 class NotVectorisedError(UnsupportedModelError):
-    """Code fails under ``torch.func.vmap`` that runs without it."""
+    """Code that runs without ``torch.func.vmap`` fails under it."""
 
 
 class FunctorchEngine(PerSampleEngine):
-    """Vectorises one sample's loss over the samples. See the module's docstring."""
+    """The engine that vectorises one sample's loss over the samples; see the module's docstring."""
 
     grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
     isolates_samples = True
@@ -53,23 +53,25 @@ class FunctorchEngine(PerSampleEngine):
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
         self._examine_once(inputs, projectors)
-        losses, found = self._pass(inputs, projectors)
-        left_out = self.trainable.keys() - found.keys()
-        found |= self.zero_gradients(left_out, losses, projectors)
-        return losses, {name: found[name] for name in self.trainable}
+        losses, gradients = self._pass(inputs, projectors)
+        left_out = self.trainable.keys() - gradients.keys()
+        gradients |= self.zero_gradients(left_out, losses, projectors)
+        return losses, {name: gradients[name] for name in self.trainable}
 
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
         return replay.examine(self, inputs, projectors)
 
-    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
-        losses, found = self._pass(inputs, projectors)
-        prints(found)
+    def sketch(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
+    ) -> Tensor:
+        losses, gradients = self._pass(inputs, projectors)
+        sketches(gradients)
         return losses
 
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Returns losses (B,) and the gradients of the parameters that the pass used."""
+        """Return losses (B,) and the gradients of the parameters that the pass used."""
         batch_size = batch_size_of(inputs)
         samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         constants = {key: value for key, value in inputs.items() if key not in samples}
@@ -105,7 +107,7 @@ class FunctorchEngine(PerSampleEngine):
 
     @contextlib.contextmanager
     def _refusing_checkpointing(self) -> Iterator[None]:
-        """Turns the error of a forward pass that is repeated outside vmap into a clear one."""
+        """Replace the error of a forward pass that is repeated outside vmap by a clear one."""
         try:
             yield
         except RuntimeError as error:
@@ -113,18 +115,21 @@ class FunctorchEngine(PerSampleEngine):
                 raise
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} repeats parts of its forward pass during the "
-                "backward pass (gradient checkpointing), which is outside vmap. Switch it off "
-                '(gradient_checkpointing=False), or use engine="layerwise".'
+                "backward pass (gradient checkpointing). vmap does not support that. Set "
+                'gradient_checkpointing=False, or use engine="layerwise".'
             ) from error
 
 
-# ---- What vmap over the samples needs to run the code of transformers models ----
+# ---- Running the code of transformers models under vmap over the samples ----
 
 MaskFunction = Callable[..., Tensor | None]
 
 
 def _in_full(build: MaskFunction) -> MaskFunction:
-    """Builds an attention mask always: to leave it out, it would have to be read, per sample."""
+    """Return a mask function that always builds the mask.
+
+    The decision to leave a mask out would read the values of each sample, which vmap cannot do.
+    """
 
     def build_in_full(*args: Any, **kwargs: Any) -> Tensor | None:
         kwargs.update(allow_is_causal_skip=False, allow_is_bidirectional_skip=False)
@@ -135,15 +140,15 @@ def _in_full(build: MaskFunction) -> MaskFunction:
 
 @contextlib.contextmanager
 def vmap_safe(model: nn.Module) -> Iterator[None]:
-    """Makes transformers models usable under vmap.
+    """Make transformers models usable under vmap.
 
-    Attention masks are built in full. Kernels that vmap cannot run (flash and flex attention) give
-    way to torch's function. Any other attention keeps its name, which models ask for: what they
-    compute themselves, or add to a mask, depends on it. Gradient checkpointing is off, because it
-    would repeat the forward pass outside vmap.
+    Inside, attention masks are built in full. Torch's attention function replaces kernels that vmap
+    cannot run (flash and flex attention). Other attention implementations keep their names, because
+    models read them. Gradient checkpointing is off, because it would repeat the forward pass
+    outside vmap.
 
     Raises:
-        UnsupportedModelError: if the model has put a sample's tensor into a buffer.
+        UnsupportedModelError: if the model has stored a sample's tensor in a buffer.
     """
     modules = list(model.modules())
     configs = {
@@ -154,11 +159,11 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
     }.values()
     before = [config._attn_implementation for config in configs]
     checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
-    masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # goes before what is registered
+    masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # takes precedence over registered ones
     masks_before = dict(masks)
     full = {name: _in_full(build) for name, build in ALL_MASK_ATTENTION_FUNCTIONS.items()}
     try:
-        for config in configs:  # not through the property, which sets those inside as well
+        for config in configs:  # the property would set inner configurations as well
             config._attn_implementation_internal = "sdpa"
         for module in checkpointed:
             vars(module)["gradient_checkpointing"] = False
@@ -174,14 +179,14 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
     for name, buffer in model.named_buffers():
         if torch._C._functorch.is_functorch_wrapped_tensor(buffer):
             raise UnsupportedModelError(
-                f"{type(model).__name__} keeps what it computes of the samples in its buffer "
-                f"{name}. Under torch.func.vmap that has no value after the pass, so the model is "
-                'spoilt. Make it anew without that buffer, or use engine="layerwise".'
+                f"{type(model).__name__} stores values of the samples in its buffer {name}. Under "
+                "torch.func.vmap they have no value after the pass, so this model cannot be used "
+                'further. Create it without that buffer, or use engine="layerwise".'
             )
 
 
 class Batching(TorchFunctionMode):
-    """Does outside vmap what vmap has no rule for: fused attention, and draws all samples share.
+    """Run operations outside vmap that vmap does not support: fused attention and shared draws.
 
     Args:
         batched: any tensor of vmap's samples.
@@ -198,12 +203,12 @@ class Batching(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
         if func is torch.rand and args in ((), ([],), ((),)) and not kwargs.get("size"):
-            # One draw for the whole batch, as in an ordinary pass: branches read it (layer drop, of
-            # which ``replay`` lets pass only what the draw has no influence on).
+            # One draw for the whole batch, as in an ordinary pass, because branches read it (layer
+            # drop). ``replay`` refuses the model if the draw has an influence.
             return outside_vmap(self._batched, lambda: (torch.rand(*args, **kwargs), None))
-        if func is Tensor.requires_grad_:  # of hidden states, for checkpointing, which is off
+        if func is Tensor.requires_grad_:  # models call it for checkpointing, which is off
             return args[0]
-        if func is functional.multi_head_attention_forward:  # what it calls is not seen here
+        if func is functional.multi_head_attention_forward:  # its inner calls are not intercepted
             with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -220,8 +225,8 @@ class Batching(TorchFunctionMode):
         def attend(
             query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
         ) -> tuple[Tensor, int]:
-            """Takes (B, b, heads, T, d) as (B * b, heads, T, d), for which there are kernels."""
-            if mask is not None:  # its dimensions are the last ones of a sample's query
+            """Reshape (B, b, heads, T, d) to (B * b, heads, T, d), which kernels support."""
+            if mask is not None:  # its dimensions match the last ones of a sample's query
                 mask = mask[(slice(None), *[None] * (query.dim() - mask.dim()))]
             if query.dim() < 5:  # no batch dimension within a sample: nothing may be merged
                 output = functional.scaled_dot_product_attention(
@@ -241,12 +246,15 @@ class Batching(TorchFunctionMode):
 
 @contextlib.contextmanager
 def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None]:
-    """Turns an error that only vmap brings about into one that names the module.
+    """Replace an error that occurs only under vmap by one that names the module.
 
     Args:
-        label: what error messages call the module.
-        plain: runs the module without vmap. What fails there as well (on bad data, say) is left as
-            it is, and so is a lack of memory.
+        label: the name of the module in error messages.
+        plain: runs the module without vmap. An error that occurs there too (bad data) is raised
+            unchanged, and so is a lack of memory.
+
+    Raises:
+        NotVectorisedError: if only vmap fails.
     """
     try:
         yield
@@ -259,14 +267,14 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
             raise
         else:
             reason = (
-                f"{type(error).__name__} for one sample, which all together do not raise, "
+                f"one sample raises {type(error).__name__}, and the batch does not: "
                 f"{_first_sentence(error)!r}"
             )
         raise NotVectorisedError(
-            f"{label} cannot be vectorised over samples: {reason}. Freeze what it trains with "
+            f"{label} cannot be vectorised over samples: {reason}. Freeze its parameters with "
             "requires_grad_(False), use an implementation that does not branch on values (for a "
-            "mixture of experts, experts_implementation='batched_mm'), or try the other engine: "
-            'engine="layerwise" vectorises only modules whose own layers have no rule.'
+            "mixture of experts, experts_implementation='batched_mm'), or use the other engine: "
+            'engine="layerwise" vectorises only modules whose layers have no rule.'
         ) from error
 
 

@@ -1,11 +1,11 @@
-"""Losses and (projected) per-sample gradients of one physical batch: what an engine is.
+"""The interface of an engine, which computes the losses and per-sample gradients of a batch.
 
-An engine gives each trainable weight per-sample coordinates at zero, ``W_i = W + lift(Z_i)``, and
-returns ``d loss_i / d Z_i``, where ``lift`` is the identity for an unprojected parameter. There are
-two, in ``layerwise`` (the default) and in ``functorch`` (independent of it: the cross-check);
-``by_name`` lists them.
+For each trainable weight W and sample i, an engine computes ``d loss_i / d Z_i`` at Z_i = 0, where
+the sample's weight is ``W + lift(Z_i)``. For an unprojected parameter, ``lift`` is the identity.
+There are two engines: ``layerwise`` (the default) and ``functorch`` (an independent implementation,
+which checks it). ``by_name`` lists them.
 
-An engine's output is sensitive. Nothing here clips or adds noise.
+The output of an engine is sensitive. Engines neither clip nor add noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import configs_of, evaluating, keeping_configs
-from dp_grape_hf.gradients.checks.sketches import Prints, computes_in_16_bits, tolerance_for
+from dp_grape_hf.gradients.checks.sketches import Sketches, computes_in_16_bits, tolerance_for
 from dp_grape_hf.gradients.flat import Layout
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single
 from dp_grape_hf.gradients.losses.losses import (
@@ -41,18 +41,19 @@ from dp_grape_hf.sharding import is_sharded, whole
 
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
-ROUNDING = 1e-4  # of a loss, absolute
+ROUNDING = 1e-4  # absolute error of a loss in float32
 Consume = Callable[[Gradients], None]
-"""Takes the gradients of one group of parameters, which are not kept afterwards."""
+"""A function that receives the gradients of one group of parameters, which are freed afterwards."""
 
 
 class GradSampleMode(Choice):
-    """How clipping sees the gradients of unprojected weights. All release the same, up to rounding.
+    """The representation of per-sample gradients of unprojected weights.
 
-    ``auto`` keeps for each weight the form with the fewest numbers. ``book_keeping`` keeps the
-    factors of every matrix and the rows of every table (Bu et al. 2023), ``materialise`` one
-    gradient of every weight for every sample, as Opacus' hooks do. ``ghost`` keeps none (Li et al.
-    2021): a first backward pass measures, and a second one over the same graph adds up.
+    The private updates are the same in all modes, up to rounding. ``auto`` keeps for each weight
+    the form with the fewest numbers. ``book_keeping`` keeps the factors of every matrix and the
+    rows of every table (Bu et al. 2023). ``materialise`` keeps one gradient of every weight for
+    every sample, as Opacus does with hooks. ``ghost`` keeps no gradients (Li et al. 2021): a first
+    backward pass computes the norms, and a second one over the same graph adds the gradients up.
     """
 
     AUTO = "auto"
@@ -62,39 +63,39 @@ class GradSampleMode(Choice):
 
 
 class PerSampleEngine(ABC):
-    """Computes per-sample gradients of one model.
+    """Compute per-sample gradients of one model.
 
     Args:
-        model: the model; parameters with ``requires_grad`` are the trainable ones.
-        loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
+        model: the model; parameters with ``requires_grad`` are trainable.
+        loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
         grad_sample_mode: one of ``grad_sample_modes``; see ``GradSampleMode``.
 
     Raises:
-        UnsupportedModelError: if a layer couples the samples, or the head's loss is not known.
-        PrivacyError: if nothing is trainable, or the engine does not have that mode.
+        UnsupportedModelError: if a layer couples the samples, or the loss of the head is not known.
+        PrivacyError: if no parameter is trainable, or the engine does not have that mode.
     """
 
     grad_sample_modes: ClassVar[tuple[str, ...]] = (GradSampleMode.AUTO,)
     grad_sample_mode: str = GradSampleMode.AUTO
 
     skips_unlabelled = False
-    """Whether vocabulary heads are evaluated only at positions with a label. How many there are is
-    read from the labels, so an engine that vectorises over samples cannot."""
+    """Whether vocabulary heads are evaluated only at positions with a label. The number of these
+    positions depends on values, so an engine that vectorises over samples cannot do it."""
 
     reseeds_host = False
-    """Whether passes were seen to set the global random numbers of numpy or Python."""
+    """Whether a pass has seeded the global random numbers of numpy or Python."""
 
     observer = Observer()
-    """Looks on at the passes."""
+    """The observer of the passes."""
 
     in_step = False
-    """Whether every call runs the model once, as in the other processes; see ``stay_in_step``."""
+    """Whether every call runs the model exactly once, as in other processes (``stay_in_step``)."""
 
     simulated = False
-    """Whether passes are a simulation, in which numbers have no values to be compared."""
+    """Whether passes run on fake tensors, whose values cannot be compared."""
 
     isolates_samples = False
-    """Whether each sample runs through the model by itself, whatever the model does to a batch."""
+    """Whether each sample runs through the model separately."""
 
     def __init__(
         self,
@@ -104,26 +105,29 @@ class PerSampleEngine(ABC):
     ) -> None:
         if grad_sample_mode not in self.grad_sample_modes:
             raise PrivacyError(
-                f"{grad_sample_mode=} is not a mode of {type(self).__name__}; choose one of: "
+                f"{grad_sample_mode=} is not a mode of {type(self).__name__}. Choose one of: "
                 f"{', '.join(self.grad_sample_modes)}."
             )
         self.grad_sample_mode = grad_sample_mode
         self.model = model
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self.trainable:
-            raise PrivacyError("The model has no parameter with requires_grad=True to train.")
+            raise PrivacyError(
+                "The model has no parameter with requires_grad=True, so there is nothing to train. "
+                "Call requires_grad_(True) on the parameters to train."
+            )
         keep_laid_out_for_training(model)
         refuse_modules(model)
         self._configs = configs_of(model)
         self.loss: LossFunction = loss_for(model) if loss is None else loss
         self.groups = _groups(model, self.trainable)
-        self._examined: dict[bool, int] = {}  # by mode, how many rows a batch had, up to 2
+        self._examined: dict[bool, int] = {}  # training mode -> rows of the examined batch, up to 2
 
     @abstractmethod
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and per-sample gradients by parameter name (sensitive).
+        """Return losses (B,) and per-sample gradients by parameter name (sensitive).
 
         Args:
             inputs: the model's keyword arguments; every tensor has the B samples in dimension 0.
@@ -131,82 +135,98 @@ class PerSampleEngine(ABC):
         """
 
     def examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
-        """Refuses a model or a loss by which a row contributes other gradients than alone.
+        """Refuse a model if a row has another gradient in the batch than alone.
 
-        A call does this by itself where it has not been done in the mode of the model, or with one
-        row only.
+        A call of the engine does this automatically, if no batch was examined in the current mode
+        of the model, or only a batch of one row.
 
         Args:
             inputs: a batch.
             projectors: as in a call.
 
         Returns:
-            Whether a row has a gradient, so that the batch shows anything.
+            Whether a row has a gradient that is not zero; otherwise the batch shows nothing.
         """
         rows, training = min(batch_size_of(inputs), 2), self.model.training
-        told = self._examine(inputs, projectors)
-        if told:
+        conclusive = self._examine(inputs, projectors)
+        if conclusive:
             self._examined[training] = rows
-        return told
+        return conclusive
 
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
         raise NotImplementedError
 
     def _examine_once(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Examines a batch if none was in this mode, or none with more than one row."""
+        """Examine a batch, unless one with as many rows (up to 2) was examined in this mode."""
         rows, training = min(batch_size_of(inputs), 2), self.model.training
         if self._examined.get(training, 0) < rows:
             self.examine(inputs, projectors)
 
-    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
-        """Marks the gradients of a pass in which nothing is examined; returns losses (B,)."""
+    def sketch(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
+    ) -> Tensor:
+        """Run a pass without checks, and sketch its gradients; return losses (B,).
+
+        Args:
+            inputs: as in a call.
+            projectors: as in a call.
+            sketches: receives the gradients.
+        """
         raise NotImplementedError
 
-    def assume_probed(self, inputs: Inputs) -> None:
-        """Learns what it must from a first batch, and checks nothing: for a simulation."""
+    def assume_examined(self, inputs: Inputs) -> None:
+        """Prepare the engine for a simulation on fake tensors, without checks."""
         self._examined, self.simulated = {True: 2, False: 2}, True
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Runs the model from now on once for each call, whatever the samples are, or refuses.
+        """Make every later call run the model exactly once, whatever the samples are.
 
         Args:
-            inputs: a batch, the same in all processes, on which all was tried.
+            inputs: a batch that was examined, the same in all processes.
             projectors: as in a call.
 
         Raises:
-            UnsupportedModelError: if this engine cannot.
+            UnsupportedModelError: if this engine does not support it.
         """
         raise UnsupportedModelError(
-            f"{type(self).__name__} does not run a model whose weights are sharded. Leave "
-            "engine at 'layerwise', or fsdp out."
+            f"{type(self).__name__} does not support a model whose weights are sharded. Use "
+            "engine='layerwise', or remove fsdp."
         )
 
     def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
-        """Returns how gradients share one matrix, if a call returns ``FlatGradients``."""
+        """Return the layout of gradients in one matrix; None if a call does not use one."""
         return None
 
-    def add_branches(self, branches: Mapping[nn.Module, Any]) -> None:  # noqa: B027 - most run them
-        """Is told what adds to the weights of layers while these run.
+    def add_branches(self, branches: Mapping[nn.Module, Any]) -> None:  # noqa: B027 - optional
+        """Receive the branches that add ``lift(Z)`` to the weights of layers.
 
         Args:
             branches: layer -> its branch, which an engine may compute together with the layer.
         """
 
     def copies_of_projections(self) -> list[Tensor]:
-        """Returns the tensors that are kept from pass to pass, beside the projectors."""
+        """Return the tensors that are kept from pass to pass, in addition to the projectors."""
         return []
 
-    def use(self, step: int) -> None:  # noqa: B027 - most engines have no use for it
-        """Is told the number of the logical step, from 0, before its physical batches."""
+    def use(self, step: int) -> None:  # noqa: B027 - optional
+        """Receive the number of the logical step, from 0, before its physical batches."""
 
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        """Hands out the gradients of one group of ``self.groups`` after another; returns losses.
+        """Pass the gradients of one group of parameters after another to consumers; return losses.
 
-        A group is what one module owns; modules that share a parameter make one group. Each group
-        is handed out once, and may be freed before the next one is complete. A further consumer is
-        handed all groups again, after the one before it has had the last.
+        A group in ``self.groups`` contains the parameters of one module; modules that share a
+        parameter form one group. Each group is handed out once, and may be freed before the next
+        one is complete. A second consumer receives all groups after the first has received them.
+
+        Args:
+            inputs: as in a call.
+            projectors: as in a call.
+            *consumers: receive the gradients of each group.
+
+        Returns:
+            Losses (B,), sensitive.
         """
         losses, gradients = self(inputs, projectors)
         for consume in consumers:
@@ -215,20 +235,22 @@ class PerSampleEngine(ABC):
         return losses
 
     def in_form(self, gradient: Single) -> Single:
-        """Returns the gradient of one use of an unprojected weight as ``grad_sample_mode`` has it.
+        """Return the gradient of one use of an unprojected weight in the form of the mode.
 
-        For ``ghost`` that is what the layer gave: to form it would take more than to measure it.
+        ``ghost`` and ``book_keeping`` leave the form unchanged.
         """
         if self.grad_sample_mode == GradSampleMode.AUTO:
             return gradient.cheapest()
         return gradient.dense() if self.grad_sample_mode == GradSampleMode.MATERIALISE else gradient
 
     def losses(self, inputs: Inputs, run: Callable[..., Any] | None = None) -> Tensor:
-        """Runs the model without labels, so that it computes no batch-wide loss of its own.
+        """Run the model without labels, and return the per-sample losses (B,).
+
+        Without labels, the model does not compute a loss over the batch.
 
         Args:
             inputs: as in a call.
-            run: runs the model; the model itself if None.
+            run: runs the model; None for the model itself.
         """
         advance()
         with self.observer.phase(FORWARD), keeping_configs(self._configs):
@@ -247,19 +269,18 @@ class PerSampleEngine(ABC):
                 return checked(losses, batch_size)
             if self.in_step:
                 raise UnsupportedModelError(
-                    f"{type(self.model).__name__} uses its output embeddings otherwise than in the "
-                    "batches before, and would have to be run again, out of step with the other "
-                    "processes. Leave fsdp out."
+                    f"{type(self.model).__name__} uses its output embeddings in another way than "
+                    "in earlier batches. It would have to run once more than in other processes. "
+                    "Remove fsdp."
                 )
-            self.skips_unlabelled = False  # the logits are not one row per position given: rerun
+            self.skips_unlabelled = False  # the logits do not fit to the given positions
         return checked(self.loss(run(**inputs), labels), batch_size)
 
     def rounding_of_losses(self, inputs: Inputs) -> float:
-        """Returns how far two computations of one loss may be apart by rounding, absolute.
+        """Return the absolute error of a loss that rounding explains.
 
-        Outputs that are rounded to 16 bits are known up to 2^-7 of their size, and so is the
-        loss: that of a confident prediction may be all rounding. Two samples are run to see the
-        size. A loss below ``Tolerance.loss`` says nothing, so the result is no larger.
+        Outputs in 16 bits have an error of up to 2^-7 of their size, and so has the loss. Two
+        samples are run to find the size of the outputs. The result is at most ``Tolerance.loss``.
         """
         if not computes_in_16_bits(self.model):
             return ROUNDING
@@ -273,24 +294,28 @@ class PerSampleEngine(ABC):
         size = max((t.abs().nan_to_num().max().item() for t in floats if t.numel()), default=0.0)
         return min(max(ROUNDING, 2**-7 * size), tolerance_for(self.model).loss)
 
-    def by_autograd(self, loss: Tensor, projectors: Mapping[str, Projector]) -> Prints:
-        """Returns the marks of the gradient of one sample's loss, a scalar, by plain autograd.
+    def by_autograd(self, loss: Tensor, projectors: Mapping[str, Projector]) -> Sketches:
+        """Return the sketches of the gradient of one sample's loss, by plain autograd.
 
-        Each parameter's is projected, marked and freed as soon as autograd has it.
+        Each parameter's gradient is projected, sketched and freed as soon as autograd has it.
+
+        Args:
+            loss: a scalar.
+            projectors: as in a call.
         """
         names = {parameter: name for name, parameter in self.trainable.items()}
-        prints = Prints()
+        sketches = Sketches()
 
         def receive(parameter: Tensor) -> None:
             assert isinstance(parameter, nn.Parameter)
             assert parameter.grad is not None
             name, gradient = names[parameter], parameter.grad.float()
             parameter.grad = None
-            gradient = whole(gradient)  # a mean over processes, which all look at this sample
+            gradient = whole(gradient)  # a mean over processes, which all run this sample
             projector = projectors.get(name)
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                found = projector.project(gradient) if projector else gradient
-            prints({name: Dense(found[None])})
+                gradient = projector.project(gradient) if projector else gradient
+            sketches({name: Dense(gradient[None])})
 
         hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
         try:
@@ -300,10 +325,15 @@ class PerSampleEngine(ABC):
         finally:
             for hook in hooks:
                 hook.remove()
-        return prints
+        return sketches
 
     def refuse_unused(self, used: Container[str], more: str = "") -> None:
-        """Refuses trainable parameters that are not among those the loss depends on."""
+        """Refuse trainable parameters that are not in ``used``, the parameters of the loss.
+
+        Args:
+            used: names of parameters.
+            more: a further sentence of the error.
+        """
         if unused := [name for name in self.trainable if name not in used]:
             raise UnsupportedModelError(
                 f"These trainable parameters take no part in the loss: {', '.join(unused)}. Noise "
@@ -311,13 +341,13 @@ class PerSampleEngine(ABC):
             )
 
     def used_by_value(self) -> set[str]:
-        """Returns the parameters that a batch may leave out, by its values: experts, say."""
+        """Return the parameters that a batch may leave out depending on its values (experts)."""
         return set()
 
     def zero_gradients(
         self, names: Iterable[str], losses: Tensor, projectors: Mapping[str, Projector]
     ) -> Gradients:
-        """Returns gradients of zero, for parameters that a pass left out, by layer drop say."""
+        """Return gradients of zero for parameters that a pass left out (by layer drop)."""
         zero = losses.new_zeros(())
         return {
             name: Dense(zero.expand(len(losses), *self.coordinate_shape(name, projectors)))
@@ -326,27 +356,27 @@ class PerSampleEngine(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the trainable parameters are."""
+        """The device of the trainable parameters."""
         return next(iter(self.trainable.values())).device
 
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Returns the names and shapes of a release: one sample's gradients, by parameter name."""
+        """Return the names and shapes of a release: one sample's gradients, by parameter name."""
         return {name: self.coordinate_shape(name, projectors) for name in self.trainable}
 
     def coordinate_shape(self, name: str, projectors: Mapping[str, Projector]) -> tuple[int, ...]:
-        """Returns the shape of one sample's gradient of a parameter."""
+        """Return the shape of one sample's gradient of a parameter."""
         shape = self.trainable[name].shape
         return projectors[name].coordinate_shape(shape) if name in projectors else tuple(shape)
 
 
 class OuterEngine(PerSampleEngine):
-    """An engine around an engine, whose model, loss and parameters are its.
+    """Base class of wrappers that delegate to another engine.
 
     Args:
-        examples: computes losses and gradients of examples.
+        examples: the other engine, which computes losses and gradients of examples.
     """
 
-    def __init__(self, examples: PerSampleEngine) -> None:  # which has checked the model
+    def __init__(self, examples: PerSampleEngine) -> None:  # without the checks of the model
         self.examples = examples
         self.model, self.loss = examples.model, examples.loss
         self.trainable, self.groups = examples.trainable, examples.groups
@@ -368,10 +398,10 @@ class OuterEngine(PerSampleEngine):
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Refuses a model for what it is made of, before it runs.
+    """Refuse a model with an unsupported module, before it runs.
 
     Raises:
-        UnsupportedModelError: with the module and what to do.
+        UnsupportedModelError: naming the module and the remedy.
     """
     for path, module in model.named_modules():
         refuse_coupling(path, module)
@@ -380,23 +410,22 @@ def refuse_modules(model: nn.Module) -> None:
         if attention == "flex_attention":
             raise UnsupportedModelError(
                 f"{path or 'the model'} ({type(module).__name__}) has {attention=}, which runs "
-                "under no mode of dispatch, and so cannot be examined. Load the model with "
+                "under no dispatch mode, so the engine cannot examine it. Load the model with "
                 "attn_implementation='sdpa' or 'eager', or call "
-                "model.set_attn_implementation('sdpa'): both compute the same."
+                "model.set_attn_implementation('sdpa'). Both compute the same."
             )
         if _is_compiled(module):
             raise UnsupportedModelError(
-                f"{path or 'the model'} ({type(module).__name__}) went through torch.compile, "
-                "whose compiled code would not call the forwards that the engine puts in "
-                "their place. Pass the model as it was before torch.compile."
+                f"{path or 'the model'} ({type(module).__name__}) went through torch.compile. Its "
+                "compiled code would not call the forwards that the engine replaces. Pass the "
+                "model without torch.compile, and set torch_compile=True in the arguments."
             )
 
 
 def _is_compiled(module: nn.Module) -> bool:
     """Whether the module went through ``torch.compile``, as a wrapper or in place.
 
-    Where one has been wrapped, the wrapper's class has been imported. To import it here would take
-    seconds of every start, so it is looked up only.
+    The wrapper's class is looked up among the imported modules, because its import takes seconds.
     """
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
@@ -404,35 +433,35 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Returns the names of the trainable parameters, by the modules that own them."""
+    """Return the names of the trainable parameters, by the modules that own them."""
     names = {id(p): name for name, p in trainable.items()}
     group_of: dict[str, list[str]] = {}
     for module in model.modules():
-        own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-        known = [group_of[name] for name in own if name in group_of]
-        merged = list(dict.fromkeys([n for group in known for n in group] + own))
+        here = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
+        earlier = [group_of[name] for name in here if name in group_of]
+        merged = list(dict.fromkeys([n for group in earlier for n in group] + here))
         group_of.update(dict.fromkeys(merged, merged))
     groups = {id(group): group for name in trainable for group in [group_of[name]]}
     return [tuple(group) for group in groups.values()]
 
 
 def keep_laid_out_for_training(model: nn.Module) -> None:
-    """Has 4-bit weights pass on gradients in evaluation mode.
+    """Keep 4-bit weights of bitsandbytes in the memory layout for training.
 
-    On some CPUs bitsandbytes lays them out for inference where a pass in evaluation mode needs no
-    gradient of its input, and from then on they pass on none at all.
+    On some CPUs, a pass in evaluation mode without gradients changes them to a layout for
+    inference. From then on these layers have no backward pass.
     """
     switch = "support_avx512bf16_for_cpu"
     layers = [module for module in model.modules() if getattr(module, switch, False)]
     for layer in layers:
         setattr(layer, switch, False)
-        layer.state_dict()  # which undoes that layout
+        layer.state_dict()  # restores the layout for training
 
 
-_NAMED = 5  # of parameters, at most, where an error or a warning lists them
+_NAMED = 5  # the most names in a list of an error or a warning
 
 
 def listed(names: Sequence[str]) -> str:
-    """Returns the first names, and how many more there are."""
+    """Return the first names, and the number of further ones, as text."""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more

@@ -1,8 +1,8 @@
-"""The layout of one vector that holds the coordinates of all trained parameters.
+"""The layout of one vector with the coordinates of most trained parameters.
 
-A few operations on one matrix, with a row for each sample, take the place of a few on each of
-hundreds of parameters. Matrices that are not projected, and tables of words, are too large to have
-a row for each sample, so the vector leaves them out.
+A few operations on one matrix, with a row for each sample, replace operations on hundreds of
+parameters. The vector leaves out large matrices that are not projected, and embedding tables: a
+row of them for each sample would take too much memory.
 
 Shapes: B samples in the physical batch, D coordinates, m x n a weight as stored, r rank.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient
 from dp_grape_hf.projections import Projector, Side
 
-MOST = 2**16  # numbers of a weight that is not projected, or of a table, for it to be in the vector
+MOST = 2**16  # the most numbers of an unprojected matrix, or of a table, in the vector
 
 
 class Piece(NamedTuple):
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 class Place(NamedTuple):
     """The position of one parameter's coordinates in the vector.
 
-    On the right side they are stored as (r, m), the transpose of the (m, r) that they are known as:
+    Coordinates of shape (m, r), of a right-side projection, are stored as (r, m), because matrix
     products of that shape are twice as fast.
     """
 
@@ -53,12 +53,12 @@ class Place(NamedTuple):
 
     @property
     def piece(self) -> Piece:
-        """The same, for who need not know what it is called."""
+        """The same part of the vector, in the shape in memory."""
         return Piece(self.start, self.stored)
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns this parameter's part of (..., D), as a view in the shape of its coordinates."""
-        if flat.dim() == 1 and flat.is_contiguous():  # one call for each of hundreds of parameters
+        """Return this parameter's part of (..., D), as a view in the shape of its coordinates."""
+        if flat.dim() == 1 and flat.is_contiguous():  # a single call, for speed
             shape, strides = _strided(self.stored, self.transposed)
             return flat.as_strided(shape, strides, flat.storage_offset() + self.start)
         size = prod(self.stored)
@@ -68,7 +68,7 @@ class Place(NamedTuple):
 
 @cache
 def _strided(stored: tuple[int, ...], transposed: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the shape and the strides of coordinates in memory."""
+    """Return the shape and the strides of coordinates in memory."""
     view = torch.empty(stored, device="meta")
     view = view.mT if transposed else view
     return tuple(view.shape), view.stride()
@@ -78,10 +78,13 @@ class Layout:
     """The parameters in the vector, and their positions.
 
     Args:
-        weights: name -> parameter, all that are trained.
-        projectors: name -> projector, of those that are projected.
-        tables: names of the weights of look-up tables.
-        most: numbers of a matrix that is not projected, or of a table, for it to be in the vector.
+        weights: name -> trained parameter.
+        projectors: name -> projector, for the projected parameters.
+        tables: names of the weights of embedding tables.
+        most: the most numbers of an unprojected matrix, or of a table, in the vector.
+
+    Attributes:
+        size: D.
     """
 
     def __init__(
@@ -106,15 +109,18 @@ class Layout:
             self.places[name] = Place(start, stored, transposed)
             start = self.places[name].stop
         self.size = start
-        """D"""
         self._starting = {place.start: name for name, place in self.places.items()}
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether a parameter is in the vector."""
+        """Whether a parameter is in the vector."""
         return name in self.places
 
     def named(self, parts: Mapping[Piece, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields what parameters have of some parts, (B, *piece.shape), in their own shapes."""
+        """Yield the names and coordinates of the parameters in some parts of the vector.
+
+        Args:
+            parts: piece -> its values, (B, *piece.shape).
+        """
         for piece, part in parts.items():
             rows, start = part.reshape(len(part), -1), piece.start
             while start < piece.stop:
@@ -124,10 +130,10 @@ class Layout:
                 start = place.stop
 
     def join(self, parts: Mapping[Piece, Tensor], batch_size: int, like: Tensor) -> Tensor:
-        """Makes (B, D) of parts, (B, *piece.shape); what overlaps adds up, the rest is zero.
+        """Return the matrix (B, D) of some parts; overlapping parts add up, the rest is zero.
 
         Args:
-            parts: what there is.
+            parts: piece -> its values, (B, *piece.shape).
             batch_size: B.
             like: a tensor on the device of the parts.
         """
@@ -142,10 +148,10 @@ class Layout:
 
 
 class Runs:
-    """The parts of the vector in which all parameters have the same key.
+    """The longest parts of the vector in which all parameters have the same key.
 
     Args:
-        key: of a parameter's name; it does not change.
+        key: returns the key of a parameter's name, which must not change.
     """
 
     def __init__(self, key: Callable[[str], Hashable]) -> None:
@@ -153,16 +159,16 @@ class Runs:
         self._of: tuple[Layout, dict[str, slice]] | None = None
 
     def of(self, layout: Layout) -> dict[str, slice]:
-        """Returns the name of the first parameter of each part, and where the part is."""
+        """Return the range of each part, by the name of its first parameter."""
         if self._of is None or self._of[0] is not layout:
-            found: dict[str, slice] = {}
+            runs: dict[str, slice] = {}
             first = None
             for name, place in layout.places.items():
                 if first is None or self._key(name) != self._key(first):
                     first = name
-                    found[first] = slice(place.start, place.stop)
-                found[first] = slice(found[first].start, place.stop)
-            self._of = layout, found
+                    runs[first] = slice(place.start, place.stop)
+                runs[first] = slice(runs[first].start, place.stop)
+            self._of = layout, runs
         return self._of[1]
 
 
@@ -170,8 +176,8 @@ class FlatGradients(Mapping[str, PerSampleGradient]):
     """Per-sample gradients by parameter name; most of them are views of one matrix.
 
     Args:
-        layout: who has which columns of it.
-        flat: (B, D), float32.
+        layout: the parameters and their columns.
+        flat: the matrix (B, D), float32.
         others: the gradients of all other parameters.
         order: the names of all parameters.
     """
@@ -197,7 +203,7 @@ class FlatGradients(Mapping[str, PerSampleGradient]):
         return len(self.layout.places) + len(self.others)
 
     def in_runs(self, runs: Runs) -> dict[str, PerSampleGradient]:
-        """Returns few gradients for many, by the names of the first; the others as they are."""
+        """Return one gradient for each run, by the name of its first parameter, and all others."""
         parts = runs.of(self.layout).items()
         return {name: Dense(self.flat[:, part]) for name, part in parts} | self.others
 
@@ -206,8 +212,8 @@ class FlatTensors(Mapping[str, Tensor]):
     """Tensors by parameter name; most of them are views of one vector.
 
     Args:
-        layout: who has which part of it; None if it is not there.
-        flat: (D,), float32.
+        layout: the parameters and their parts of the vector; None without a vector.
+        flat: the vector (D,), float32.
         others: the tensors of all other parameters.
         order: the names of all parameters.
     """
@@ -236,7 +242,7 @@ class FlatTensors(Mapping[str, Tensor]):
         return len(self._places) + len(self.others)
 
     def in_runs(self, runs: Runs) -> dict[str, Tensor]:
-        """Returns few tensors for many, by the names of the first; the others as they are."""
+        """Return one tensor for each run, by the name of its first parameter, and all others."""
         if self.layout is None or self.flat is None:
             return dict(self)
         flat = self.flat
@@ -244,7 +250,7 @@ class FlatTensors(Mapping[str, Tensor]):
 
 
 def tables_of(model: nn.Module, names: Mapping[int, str]) -> frozenset[str]:
-    """Returns the names of the weights that the model looks up rows of.
+    """Return the names of the weights of embedding tables.
 
     Args:
         model: the model.

@@ -1,18 +1,19 @@
-"""The per-sample gradients of a weight: their forms, all of them exact, and what clipping needs.
+"""Exact representations of the per-sample gradients of a weight.
 
-Clipping asks of a gradient only its squared norm per sample and a weighted sum over samples, so a
+Clipping needs the squared norm of each sample's gradient and a weighted sum over samples. So a
 gradient need not be stored as one dense tensor per sample:
 
-* ``Dense``: the gradient itself. Small or projected parameters.
-* ``Factored``: ``rows[b].T @ cols[b]``; norms come from Gram matrices (ghost clipping, Li et al.
-2021; book-keeping, Bu et al. 2023). Large unprojected matrices with few positions.
-* ``SparseRows``: a table in which only the rows that sample b looked up are not zero. Embeddings.
+* ``Dense``: the gradient itself, for small or projected parameters.
+* ``Factored``: ``rows[b].T @ cols[b]``, for large unprojected matrices with few positions. Norms
+  come from Gram matrices (ghost clipping, Li et al. 2021; book-keeping, Bu et al. 2023).
+* ``SparseRows``: a table in which only the rows that sample b looked up are not zero, for
+  embeddings.
 
-A weight with several uses (tied, or in a module that runs twice) has the sum of its uses as
-gradient; ``GradientSum`` holds that sum and counts the cross terms in the norm.
+The gradient of a weight with several uses (tied, or in a module that runs twice) is the sum over
+its uses. ``GradientSum`` represents it, with cross terms in the norm.
 
 Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
-matrix. All results are float32, whatever the dtype of the factors.
+matrix. All results are float32, for any dtype of the factors.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_CHUNK = 4096
-_LARGE = 2**23  # numbers of a matrix of which there should not be one per sample
+_CHUNK = 4096  # numbers whose squares are added up in one float32 sum
+_LARGE = 2**23  # numbers of a matrix above which no dense gradient per sample is formed
 
-# The unit roundoff of a float32 matrix product, by torch's setting of its precision: the names of
-# its newer interface, and those of the older one.
+# The unit roundoff of a float32 matrix product, by torch's setting of its precision. The first row
+# has the names of torch's newer interface, the second those of the older one.
 _ROUNDOFF = {
     **{"ieee": 2**-24, "none": 2**-24, "tf32": 2**-11, "bf16": 2**-8},
     **{"highest": 2**-24, "high": 2**-11, "medium": 2**-8},
@@ -39,7 +40,7 @@ _ROUNDOFF = {
 
 
 class PerSampleGradient(ABC):
-    """The gradients of one parameter for the samples of a batch, in whatever form."""
+    """The gradients of one parameter for the samples of a batch, in any form."""
 
     @property
     @abstractmethod
@@ -48,26 +49,26 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,)."""
+        """Return the squared Frobenius norms, (B,)."""
 
     @abstractmethod
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * gradient_b`` to ``total``, float32, contiguous."""
+        """Add ``sum_b factors[b] * gradient_b`` to ``total``, which is float32 and contiguous."""
 
     @abstractmethod
     def products(self, factors: Sequence[Tensor]) -> Tensor:
-        """Returns inner products with k products of vectors, as (B, k).
+        """Return the inner products (B, k) of each gradient with k outer products of vectors.
 
         Args:
-            factors: for each dimension, its vectors (k, size).
+            factors: for each dimension of the gradient, k vectors (k, size).
         """
 
     @abstractmethod
     def select(self, samples: Tensor | slice) -> PerSampleGradient:
-        """Returns the gradients of the given samples only."""
+        """Return the gradients of the given samples only."""
 
     def weighted_sum(self, factors: Tensor) -> Tensor:
-        """Returns ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
+        """Return ``sum_b factors[b] * gradient_b``, of the gradient's shape."""
         total = torch.zeros(self.shape, dtype=torch.float32, device=factors.device)
         self.add_weighted_sum_(total, factors)
         return total
@@ -87,9 +88,9 @@ class Dense(PerSampleGradient):
         return self.magnitude().square()
 
     def magnitude(self) -> Tensor:
-        """Returns the Frobenius norms, (B,)."""
+        """Return the Frobenius norms, (B,)."""
         flat = self._flat()
-        whole = flat.shape[1] - flat.shape[1] % _CHUNK  # one long sum would lose digits
+        whole = flat.shape[1] - flat.shape[1] % _CHUNK  # a longer sum would be less precise
         if not whole:
             return torch.linalg.vector_norm(flat, dim=1)
         norms = torch.linalg.vector_norm(flat[:, :whole].unflatten(1, (-1, _CHUNK)), dim=2)
@@ -109,10 +110,10 @@ class Dense(PerSampleGradient):
         values = self.values.float()
         if not factors:
             return values[:, None]
-        found = values @ factors[-1].T  # (B, ..., k)
+        result = values @ factors[-1].T  # (B, ..., k)
         for vectors in reversed(factors[:-1]):
-            found = (found * vectors.T).sum(-2)
-        return found
+            result = (result * vectors.T).sum(-2)
+        return result
 
     def cheapest(self) -> Dense:
         return self
@@ -124,7 +125,7 @@ class Dense(PerSampleGradient):
         return self.values.dim() == 3 and self.values.stride(1) < self.values.stride(2)
 
     def _flat(self) -> Tensor:
-        """Returns one row of numbers per sample, in the order in which they lie in memory."""
+        """Return one row of numbers per sample, in memory order."""
         values = self.values.mT if self._is_transposed() else self.values
         return values.float().flatten(1) if values.dim() > 1 else values.float()[:, None]
 
@@ -144,10 +145,10 @@ class Factored(PerSampleGradient):
         return torch.Size((self.rows.shape[2], self.cols.shape[2]))
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,).
+        """Return the squared Frobenius norms, (B,).
 
-        They come from two T x T Gram matrices per sample, or for long samples from one sample's
-        dense gradient at a time, whichever is cheaper.
+        They come from two T x T Gram matrices per sample. For samples with many positions they come
+        from the dense gradient of one sample at a time, if that is cheaper.
 
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
@@ -163,7 +164,7 @@ class Factored(PerSampleGradient):
         return bound(inner(self, self), self.magnitude(), self)
 
     def magnitude(self) -> Tensor:
-        """Returns the sum over positions of the norms of their terms, (B,)."""
+        """Return the sum over positions of the norms of their outer products, (B,)."""
         rows, cols = (
             torch.linalg.vector_norm(x, dim=2, dtype=torch.promote_types(x.dtype, torch.float32))
             for x in (self.rows, self.cols)
@@ -171,14 +172,14 @@ class Factored(PerSampleGradient):
         return (rows * cols).sum(1).float()
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_b factors[b] * rows[b].T @ cols[b]`` to ``total``, m x n, in one product."""
+        """Add ``sum_b factors[b] * rows[b].T @ cols[b]`` to ``total``, m x n, in one product."""
         rows, cols = self.rows, self.cols
         matrix, weights = total.view(rows.shape[2], -1), factors[:, None, None]
         if rows.numel() > cols.numel():  # the smaller factor is weighted
             cols = cols * weights
         else:
             rows = rows * weights
-        # The one that is not float32 yet is converted in parts of a few samples.
+        # A factor that is not float32 is converted one sample at a time.
         step = len(rows) if rows.dtype is cols.dtype is torch.float32 else 1
         for some_rows, some_cols in zip(rows.split(step), cols.split(step), strict=True):
             matrix.addmm_(some_rows.float().flatten(0, 1).T, some_cols.float().flatten(0, 1))
@@ -191,17 +192,17 @@ class Factored(PerSampleGradient):
         return Factored(self.rows[samples], self.cols[samples])
 
     def dense(self) -> Dense:
-        """Materialises the gradients, (B, m, n)."""
+        """Materialise the gradients, (B, m, n)."""
         rows, cols = self.rows, self.cols.to(self.rows.dtype)
         if cols.shape[2] < rows.shape[2]:  # a wide product is faster than a tall one
             return Dense(torch.bmm(cols.mT, rows).mT)
         return Dense(torch.bmm(rows.mT, cols))
 
     def cheapest(self) -> Dense | Factored:
-        """Returns the form that needs fewer numbers; it is also the one whose norm is cheaper.
+        """Return the form with fewer numbers, whose norm is also cheaper.
 
-        The norm costs T^2 (m + n) from the factors and T m n by way of the dense form. A matrix
-        with as many numbers as a vocabulary's stays factored whatever T.
+        The norm takes T^2 (m + n) operations from the factors, and T m n from the dense form. A
+        matrix of the size of a vocabulary stays factored for any T.
         """
         m, n = self.rows.shape[2], self.cols.shape[2]
         return self if self._is_short() or m * n > _LARGE else self.dense()
@@ -224,24 +225,24 @@ class SparseRows(PerSampleGradient):
         return torch.Size((self.num_rows, self.values.shape[2]))
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared Frobenius norms, (B,); positions with the same index add up first.
+        """Return the squared Frobenius norms, (B,); values of equal indices are added up first.
 
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
         positions = self.indices.shape[1]
         norm = self._summed(self._places(), positions).magnitude()
-        return (norm + 2**-24 * positions * self.magnitude()).square()  # they are plain sums
+        return (norm + 2**-24 * positions * self.magnitude()).square()  # float32 sums, no products
 
     def _places(self) -> Tensor:
-        """Returns for each position a number below T, the same for the same index, (B, T)."""
+        """Return (B, T): for each position a number below T, equal for equal indices."""
         ordered, order = self.indices.sort(1)
         steps = torch.zeros_like(ordered)
         steps[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
         return torch.empty_like(order).scatter_(1, order, steps.cumsum(1))
 
     def _summed(self, places: Tensor, count: int) -> Dense:
-        """Returns (B, count, n): the values that have the same place in a sample, added up."""
+        """Return (B, count, n): the sums of the values with the same place in a sample."""
         batch_size, _, n = self.values.shape
         first = count * torch.arange(batch_size, device=places.device)[:, None]
         sums = torch.zeros(batch_size * count, n, dtype=torch.float32, device=places.device)
@@ -249,15 +250,15 @@ class SparseRows(PerSampleGradient):
         return Dense(sums.view(batch_size, count, n))
 
     def dense(self) -> Dense:
-        """Materialises the gradients, (B, m, n)."""
+        """Materialise the gradients, (B, m, n)."""
         return self._summed(self.indices, self.num_rows)
 
     def cheapest(self) -> Dense | SparseRows:
-        """Returns the form that needs fewer numbers: a short table, looked up often, is dense."""
+        """Return the form with fewer numbers: dense for a table with at most T rows."""
         return self.dense() if self.num_rows <= self.indices.shape[1] else self
 
     def magnitude(self) -> Tensor:
-        """Returns the sum over positions of the norms of their terms, (B,)."""
+        """Return the sum over positions of the norms of their terms, (B,)."""
         return self.values.float().norm(dim=2).sum(1)
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
@@ -276,18 +277,23 @@ Single = Dense | Factored | SparseRows
 
 
 def bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
-    """Returns computed squared norms plus their rounding error, so that clipping holds.
+    """Return computed squared norms plus their rounding error, so that no sample exceeds C.
 
-    A norm that comes out too small lets a sample contribute more than C. By Cauchy-Schwarz, the
-    error of ``sum_tt' <r_t, r_t'> <c_t, c_t'>`` is at most (unit roundoff) x (a growth factor) x
-    ``(sum_t |r_t| |c_t|)^2``; the growth factor of a sum of k terms is taken to be sqrt(k).
+    With a norm that is too small, a sample could contribute more than C. By Cauchy-Schwarz, the
+    error of ``sum_tt' <r_t, r_t'> <c_t, c_t'>`` is at most (unit roundoff) x (growth factor) x
+    ``(sum_t |r_t| |c_t|)^2``. For a sum of k terms, sqrt(k) is used as growth factor.
+
+    Args:
+        squared: the computed squared norms, (B,).
+        magnitude: ``sum_t |r_t| |c_t|``, (B,).
+        *parts: the gradients, which determine k.
     """
     terms = sum(_number_of_terms(part) for part in parts)
     return squared.clamp(min=0) + _rounding(terms) * magnitude**2
 
 
 def _rounding(terms: int) -> float:
-    """Returns the relative rounding error of a float32 matrix product that sums so many terms."""
+    """Return the relative rounding error of a float32 matrix product that sums that many terms."""
     settings = [matmul.fp32_precision for matmul, _ in _matmuls()]
     settings = settings or [torch.get_float32_matmul_precision()]
     return max(_ROUNDOFF[setting] for setting in settings) * terms**0.5
@@ -295,7 +301,7 @@ def _rounding(terms: int) -> float:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Has products of float32 matrices take their factors whole, whatever the process has set."""
+    """Compute float32 matrix products in full precision inside, whatever the process has set."""
     matmuls = _matmuls()
     if not matmuls:
         older = torch.get_float32_matmul_precision()
@@ -319,7 +325,7 @@ def exact_products() -> Iterator[None]:
 
 
 def _matmuls() -> list[tuple[Any, list[str]]]:
-    """Returns what says how factors are rounded, by device, and what holds for more than products.
+    """Return torch's precision settings by device, each with the more general setting.
 
     Versions of torch without that interface have none.
     """
@@ -343,7 +349,7 @@ def _number_of_terms(part: Single) -> int:
 
 
 def inner(left: Single, right: Single) -> Tensor:
-    """Returns the Frobenius inner product per sample, (B,); a factored form is not materialised."""
+    """Return the Frobenius inner product per sample, (B,); a factored form is not materialised."""
     order = {Dense: 0, Factored: 1, SparseRows: 2}
     if order[type(left)] > order[type(right)]:
         left, right = right, left
@@ -364,7 +370,7 @@ def inner(left: Single, right: Single) -> Tensor:
             col_gram = torch.bmm(left.cols.float(), right.cols.float().transpose(1, 2))
             return (row_gram * col_gram).sum((1, 2))  # (B, T, T') each
         case Factored(), SparseRows():
-            # rows of the sparse form are one-hot: their Gram matrix with ours is a look-up.
+            # The rows of the sparse form are one-hot, so the Gram matrix is a look-up.
             indices = right.indices[:, None, :].expand(-1, left.rows.shape[1], -1)
             picked = left.rows.float().gather(2, indices)
             col_gram = torch.bmm(left.cols.float(), right.values.float().transpose(1, 2))
@@ -390,7 +396,7 @@ class GradientSum(PerSampleGradient):
         return self.parts[0].shape
 
     def squared_norm(self) -> Tensor:
-        """Returns the squared norms of the sum, (B,): the parts' own norms and all cross terms.
+        """Return the squared norms of the sum, (B,): the parts' own norms and all cross terms.
 
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
@@ -405,7 +411,7 @@ class GradientSum(PerSampleGradient):
         return bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
 
     def _is_converted(self) -> bool:
-        """Returns whether norms take float32 copies, which are made of one sample at a time."""
+        """Whether norms need float32 copies, which are made for one sample at a time."""
         return any(
             isinstance(p, Factored) and p.rows.dtype is not torch.float32 for p in self.parts
         )
@@ -426,10 +432,10 @@ class GradientSum(PerSampleGradient):
 
 
 def add(uses: Sequence[Single]) -> PerSampleGradient:
-    """Returns the gradient of a weight from the gradients of its uses.
+    """Return the gradient of a weight, the sum of the gradients of its uses.
 
-    Uses of one form merge into one representation of that form (positions are concatenated, dense
-    values are added); different forms stay side by side in a ``GradientSum``.
+    Uses of one form are merged: positions are concatenated, dense values are added. Different forms
+    become parts of a ``GradientSum``.
     """
     merged: list[Single] = []
     dense = [use.values for use in uses if isinstance(use, Dense)]

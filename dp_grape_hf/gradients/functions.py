@@ -1,7 +1,8 @@
-"""Layers as autograd functions whose backward pass gives a gradient for each sample.
+"""Layers as autograd functions whose backward pass returns a gradient for each sample.
 
-They compute what the layer computes, and from what reaches its output the gradients of coordinates
-Z_i, which every sample has for itself and which are zero. The gradient of a weight never exists.
+The forward pass computes the layer's output. The backward pass computes, from the gradient of the
+output, the gradients of per-sample coordinates Z_i at Z_i = 0. It never forms the gradient of a
+weight.
 
 Shapes: B samples, T positions, n inputs, m outputs, r rank. A layer's tensors may have any
 dimensions before the last, as long as the samples are the first part of them.
@@ -24,10 +25,10 @@ _HAS_OUT_DTYPE = "out_dtype" in (torch.bmm.__doc__ or "")  # torch 2.8 and later
 
 
 class Projected(torch.autograd.Function):
-    """``y = x W^T + b + (x P) Z_i`` at Z_i = 0: the usual case of ``Linear``, with less to do.
+    """``y = x W^T + b + (x P) Z_i`` at Z_i = 0: the usual case of ``Linear``, with less overhead.
 
-    Args of ``apply``: the first of ``Linear``, none of which is None but for the bias and what is
-    projected.
+    Args of ``apply``: the first seven of ``Linear``; only ``bias``, ``constant`` and ``projected``
+    may be None.
     """
 
     @staticmethod
@@ -45,7 +46,7 @@ class Projected(torch.autograd.Function):
             projected = functional.linear(x, before, constant)
         ctx.save_for_backward(weight, projected)
         ctx.batch_size = z.shape[0]
-        return functional.linear(x, weight, bias).detach()  # no view, which none may change
+        return functional.linear(x, weight, bias).detach()  # autograd views forbid in-place changes
 
     @staticmethod
     @once_differentiable
@@ -63,17 +64,17 @@ class Linear(torch.autograd.Function):
         x: the input.
         weight: W, (m, n).
         bias: b, (m,), or None.
-        before: what the input is multiplied by to meet Z, (k, n): P^T, with a row of zeros if the
-            bias is the last row of Z; None if Z meets the input itself.
-        constant: (k,), which is added to that: zeros, and 1 for the bias.
+        before: matrix (k, n) that maps the input to the factor of Z: P^T, with a row of zeros if
+            the bias is the last row of Z; None if this factor is the input itself.
+        constant: (k,), added to the product with ``before``: zeros, and 1 for the bias.
         z: (B, k, m), (B, r, n) or (B, m, n), or None if the weight is not trained.
-        projected: what Z meets, (..., k), if it is there already.
+        projected: the factor of Z, (..., k), if it is available; else None.
         z_bias: (B, m), or None.
-        after: P, (m, r), if it is on the side of the output.
+        after: P, (m, r), if the projection is on the output side.
         swapped: whether Z_i has the shape (m, n) of a weight that is not projected.
         shared: Z of all samples, (r, m) or (r, n), if the weight is ``W + lift(Z)``; or None.
-        again: computes the input from ``argument``, which is kept in its place.
-        argument: what the input was computed from.
+        again: computes the input from ``argument``, which is stored in place of the input; or None.
+        argument: the argument of ``again``.
     """
 
     @staticmethod
@@ -93,7 +94,7 @@ class Linear(torch.autograd.Function):
         again: Recompute | None,
         argument: Tensor | None,
     ) -> Tensor:
-        output = functional.linear(x, weight, bias).detach()  # no view, which none may change
+        output = functional.linear(x, weight, bias).detach()  # as in ``Projected``
         saved = projected
         if z is not None and saved is None:
             saved = x if before is None else functional.linear(x, before, constant)
@@ -149,9 +150,9 @@ class LayerNorm(torch.autograd.Function):
         x: the input.
         weight: w.
         bias: b, or None.
-        eps: what is added to the variance.
+        eps: constant that is added to the variance.
         z: (B, *shape of w), or None if w is not trained.
-        z_bias: likewise.
+        z_bias: (B, *shape of b), or None if b is not trained.
     """
 
     @staticmethod
@@ -183,7 +184,7 @@ class LayerNorm(torch.autograd.Function):
             )[0]
         rows = grad.reshape(ctx.batch_size, -1, *shape)
         if ctx.trained[0]:
-            if x.dtype is not torch.float32 and mean.dtype is torch.float32:  # as GPUs have it
+            if x.dtype is not torch.float32 and mean.dtype is torch.float32:  # on a GPU
                 normalised = torch.sub(x, mean).mul_(scale)
             else:
                 normalised = functional.layer_norm(x.float(), shape, eps=ctx.eps)
@@ -199,9 +200,9 @@ class RMSNorm(torch.autograd.Function):
     Args of ``apply``:
         x: the input.
         weight: w, (n,).
-        eps: what is added to the mean square.
+        eps: constant that is added to the mean square.
         offset: c, 0 or 1.
-        dtype: of the output.
+        dtype: dtype of the output.
         z: (B, n).
     """
 
@@ -243,22 +244,21 @@ def _batch_size(z: Tensor | None, z_bias: Tensor | None) -> int:
 
 
 def by_sample(tensor: Tensor, batch_size: int) -> Tensor:
-    """Returns (B, ..., n) or (B * T, n) as (B, T, n)."""
+    """Return (B, ..., n) or (B * T, n) as (B, T, n)."""
     if tensor.dim() == 3 and tensor.shape[0] == batch_size:
         return tensor
     return tensor.reshape(batch_size, -1, tensor.shape[-1])
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Adds ``left @ right`` to a tensor that nothing else has; returns it."""
+    """Add ``left @ right`` to a tensor in place, and return it."""
     rows = left.reshape(-1, left.shape[-1])
     total.view(-1, total.shape[-1]).addmm_(rows, right)
     return total
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Returns ``left_i^T right_i`` of each sample, (B, k, m), float32."""
+    """Return ``left_i^T right_i`` of each sample, (B, k, m), float32."""
     if left.is_cuda and left.dtype in _SHORT and _HAS_OUT_DTYPE:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
-    found = torch.bmm(left.mT, right)
-    return found if found.dtype is torch.float32 else found.float()
+    return torch.bmm(left.mT, right).float()

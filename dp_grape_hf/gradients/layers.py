@@ -1,13 +1,13 @@
-"""Which modules the layerwise engine runs itself, and what it learns about them by running them.
+"""The modules that the layerwise engine runs, and how it learns to call them.
 
-A *site* is a module whose parameters' gradients the engine computes, by the closed-form rule of its
-type or by the generic functorch rule. A module whose own parameters have one row for all samples
-(the class token and the positions of a vision transformer) is run with a row for each sample, if
-its code lets it; the layers inside are sites by themselves. Which of a site's tensors carry the
-batch cannot be read off shapes, so the model is run with two batch sizes. A site whose calls do not
-tell the samples apart (a table of relative positions, which is looked up once for all samples)
-gives way to the module around it, which runs under the generic rule. How many rows a tensor has for
-each sample is learnt as well: what is seen once must be so again.
+A *site* is a module for whose parameters the engine computes gradients, by the closed-form rule of
+its type or by the generic rule (functorch). If a module's own parameters have one row for all
+samples (the class token and the positions of a vision transformer), it runs with a row for each
+sample if its code allows that, and the layers inside it are separate sites. Shapes alone do not
+show which tensors of a site have a sample dimension, so the engine runs the model with two batch
+sizes. If the calls of a site do not separate the samples (a table of relative positions that is
+looked up once for all samples), the enclosing module replaces it, under the generic rule. The
+engine also learns how many rows a tensor has for each sample; later passes must have the same.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from dp_grape_hf.gradients.selections import Selections
 from dp_grape_hf.gradients.stand_ins import call_with
 from dp_grape_hf.sharding import parameters_in_passes, plain_type
 
-# ---- Changing how modules run, for a while ----
+# ---- Replacing the forward of modules temporarily ----
 
 Forward = Callable[..., Any]
 
 
 def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Returns the first tensor that a module is called with, or None."""
+    """Return the first tensor among the arguments of a call, or None."""
     return next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
 
 
@@ -47,11 +47,11 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | N
 def replaced_forwards(
     modules: Sequence[nn.Module], make: Callable[[int, Forward], Forward]
 ) -> Iterator[None]:
-    """Replaces the forward of each module by ``make(its number, its forward)`` for a while."""
+    """Replace the forward of module i by ``make(i, forward)`` inside, and restore it afterwards."""
     before = [vars(module).get("forward") for module in modules]
     try:
         for i, module in enumerate(modules):
-            vars(module)["forward"] = make(i, module.forward)  # what a module's setter does, slowly
+            vars(module)["forward"] = make(i, module.forward)  # faster than the module's setter
         yield
     finally:
         for module, forward in zip(modules, before, strict=True):
@@ -63,7 +63,7 @@ def replaced_forwards(
 
 @contextlib.contextmanager
 def detached(module: nn.Module) -> Iterator[None]:
-    """Runs a module without tracking its own weights: their gradients come from its rule."""
+    """Disable autograd for a module's own weights inside; its rule computes their gradients."""
     tracked = [p for p in module.parameters(recurse=False) if p.requires_grad]
     try:
         for parameter in tracked:
@@ -75,9 +75,14 @@ def detached(module: nn.Module) -> Iterator[None]:
 
 
 class LookUps(TorchFunctionMode):
-    """Hands every look-up in one table to a function, also inside a subclass of Embedding.
+    """Pass every look-up in one table to a function, also inside a subclass of ``nn.Embedding``.
 
-    ``only`` tells whether the table was used in no other way while the mode was on.
+    Args:
+        weight: the table.
+        capture: receives indices and output of a look-up, and returns the output to use.
+
+    Attributes:
+        only: whether the table was used for look-ups only.
     """
 
     def __init__(self, weight: Any, capture: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -98,43 +103,48 @@ class LookUps(TorchFunctionMode):
         return output
 
 
-# ---- How many rows a tensor has for each sample ----
+# ---- The number of rows of a tensor for each sample ----
 
 Key = tuple[str, int]
-"""A tensor in a nest of containers: the structure of the nest, and the number of its leaf."""
+"""A tensor in nested containers: the structure of the containers, and the number of the leaf."""
 
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
-"""Names of the model's inputs, and what their shapes are for one sample."""
+"""Names of the model's inputs, and their shapes for one sample."""
 
 
 class Rows:
-    """How many leading rows a tensor has (per sample, if it carries the batch), and why so many.
+    """The leading size of a tensor (per sample, if the leading dimension contains the batch).
 
-    One always; or as many as a dimension of the model's inputs counts, positions say; or as many as
-    were seen for inputs of the same shapes. A number that fits in no other way may depend on the
-    values of the inputs (padding that is taken out), and would then not be the same for each
-    sample.
+    The number of rows must be one in all passes, or the size of a dimension of the model's inputs
+    (such as positions), or the number of an earlier pass with inputs of the same shapes. Any other
+    number may depend on the values of the inputs (removed padding), and may then differ between
+    samples.
     """
 
     def __init__(self) -> None:
-        self.carries: bool | None = None  # the batch; None: not seen yet
+        self.carries: bool | None = None  # whether it contains the batch; None if not seen yet
         self._seen: dict[Shapes, int] = {}
         self._dims: set[tuple[str, int]] | None = None
 
     @property
     def one_each(self) -> bool:
-        """Whether there was never another number of rows than one."""
+        """Whether the number of rows was one in all passes."""
         return set(self._seen.values()) == {1}
 
     def learn(self, two: int, three: int, shapes: Shapes) -> str | None:
-        """Stores the leading sizes of 2 and of 3 samples; returns why they contradict earlier ones.
+        """Store the leading sizes for 2 and 3 samples; return a reason if they are inconsistent.
 
-        What carries the batch grows in proportion.
+        A leading dimension that contains the batch grows in proportion to it.
+
+        Args:
+            two: the leading size for 2 samples.
+            three: the leading size for 3 samples.
+            shapes: of the model's inputs.
         """
         carries = two * 3 == three * 2 > 0
         if self.carries not in (None, carries):
-            return "is called in different ways, with and without the batch."
+            return "is called in two ways, with and without a sample dimension."
         self.carries = carries
         rows = two // 2 if carries else two
         dims = {(n, d) for n, shape in shapes for d, size in enumerate(shape) if size == rows}
@@ -144,7 +154,7 @@ class Rows:
         return None
 
     def fit(self, leading: int, batch_size: int, shapes: Shapes) -> bool:
-        """Returns whether a tensor should have that leading size for inputs of these shapes."""
+        """Whether a leading size is consistent with earlier passes, for inputs of these shapes."""
         rows, rest = divmod(leading, batch_size) if self.carries else (leading, 0)
         if rest:
             return False
@@ -162,53 +172,53 @@ class Rows:
 
 
 def shapes_of(inputs: Mapping[str, Any]) -> Shapes:
-    """Returns the shapes of the model's inputs for one sample."""
+    """Return the shapes of the model's inputs for one sample."""
     tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
     return tuple((name, tuple(tensors[name].shape[1:])) for name in sorted(tensors))
 
 
 def leading_sizes(tree: Any) -> dict[Key, int]:
-    """Returns the leading sizes of all tensors with dimensions in a nest of containers."""
+    """Return the leading sizes of all tensors with dimensions in nested containers."""
     leaves, spec = tree_flatten(tree)
     structure = repr(spec)
     return {(structure, i): leaf.shape[0] for i, leaf in enumerate(leaves) if has_rows(leaf)}
 
 
 def has_rows(leaf: Any) -> TypeGuard[Tensor]:
-    """Returns whether something is a tensor with a leading dimension."""
+    """Whether a value is a tensor with a leading dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 # ---- Sites ----
 
 RunModel = Callable[[int], Tensor]
-"""Runs the model on a batch of that many copies of one sample; returns its losses."""
+"""A function that runs the model on a batch of that many samples, and returns its losses."""
 
 
 @dataclass(eq=False)
 class Site:
-    """A module that the engine runs itself, and which of its tensors carry the batch."""
+    """A module that the engine runs, and the sample dimensions of its tensors."""
 
     path: str
     module: nn.Module
-    rule: LayerRule | None  # None: the generic functorch rule
+    rule: LayerRule | None  # None for the generic rule
     parameters: dict[str, str]  # name inside the module -> name in the model, trainable only
-    reason: str = ""  # why a module with a rule inside had to give way to this one
-    rows: Rows = field(default_factory=Rows)  # of the first input, which the rule is about
-    tensors: dict[Key, Rows] = field(default_factory=dict)  # without rule: of all of them
-    calls: int = 0  # in one pass
-    loops: str = ""  # without rule: why it runs for one sample after another, and not under vmap
-    by_rows: bool = False  # without rule: whether its parameters get a row for each sample
-    broadcast: bool = False  # whether it computes something once for all samples
+    reason: str = ""  # why this module replaced a site inside it
+    rows: Rows = field(default_factory=Rows)  # of the first input (with a rule)
+    tensors: dict[Key, Rows] = field(default_factory=dict)  # of all tensors (without a rule)
+    calls: int = 0  # number of calls in one pass
+    loops: str = ""  # why it runs sample by sample, and not under vmap (without a rule)
+    by_rows: bool = False  # whether its parameters get a row for each sample (without a rule)
+    broadcast: bool = False  # whether an output is computed once for all samples
 
     @property
     def label(self) -> str:
-        """How error messages name the site."""
+        """The name of the site in error messages."""
         return f"{self.path or 'the model'} ({type(self.module).__name__})"
 
     @contextlib.contextmanager
     def looping_next_time(self) -> Iterator[None]:
-        """Notes if vmap cannot run the code inside."""
+        """Set ``loops`` if vmap cannot run the code inside."""
         try:
             yield
         except NotVectorisedError as error:
@@ -217,18 +227,18 @@ class Site:
 
     @property
     def carried(self) -> bool:
-        """Whether the first input, which the rule is about, carries the batch."""
+        """Whether the first input has a sample dimension."""
         return bool(self.rows.carries)
 
     @property
     def is_table(self) -> bool:
-        """Whether the rule is about look-ups, wherever in the module's forward they are."""
+        """Whether the rule applies to look-ups anywhere in the module's forward."""
         return self.rule is not None and isinstance(self.module, nn.Embedding)
 
     def has_several_tensors(self, args: Any, kwargs: Any) -> bool:
-        """Returns whether a module with a rule is given more than the tensor that it is about.
+        """Whether a module with a rule receives more tensors than the one input of the rule.
 
-        A table's rule is about its look-ups, whatever the module is given.
+        The rule of a table applies to its look-ups, so the arguments do not matter.
         """
         only_one = len(args) == 1 and not kwargs and isinstance(args[0], Tensor)
         if only_one or self.rule is None or self.is_table:
@@ -236,56 +246,57 @@ class Site:
         return sum(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))) > 1
 
     def check(self, leading: int, batch_size: int, shapes: Shapes) -> None:
-        """Refuses a first input whose leading size does not follow the batch as it did before.
+        """Check that the leading size of the first input is consistent with earlier passes.
 
         Raises:
-            UnknownTensorError: if it is not known how many rows it should have.
+            UnknownTensorError: if it is not.
         """
         if not self.rows.fit(leading, batch_size, shapes):
             raise UnknownTensorError(
-                f"{self.label} was given a leading size {leading} in a batch of {batch_size}: it "
-                "does not carry the batch as it did in the batches before."
+                f"{self.label} received an input of leading size {leading} in a batch of "
+                f"{batch_size}. Earlier batches do not show which rows belong to which sample."
             )
 
     def carrying(
         self, leaves: Sequence[Any], structure: str, batch_size: int, shapes: Shapes
     ) -> list[int]:
-        """Returns which of the leaves of an input carry the batch.
+        """Return the numbers of the leaves that have a sample dimension.
 
         Raises:
-            UnknownTensorError: if that is not known: a mask that the first samples did not need.
+            UnknownTensorError: if a tensor is new, such as a mask that the first samples did not
+                need.
         """
-        found = []
+        carrying = []
         for i, leaf in enumerate(leaves):
             if not has_rows(leaf):
                 continue
             rows = self.tensors.get((structure, i), Rows())
             if not rows.fit(leaf.shape[0], batch_size, shapes):
                 raise UnknownTensorError(
-                    f"{self.label} was given, or returned, a tensor of leading size "
-                    f"{leaf.shape[0]} in a batch of {batch_size} that it was not seen with before."
+                    f"{self.label} received or returned a tensor of leading size {leaf.shape[0]} "
+                    f"in a batch of {batch_size}, which no earlier batch had."
                 )
             if rows.carries:
-                found.append(i)
-        return found
+                carrying.append(i)
+        return carrying
 
 
 @dataclass(frozen=True)
 class _Call:
     given: dict[Key, int]  # leading sizes of inputs
-    sizes: dict[Key, int]  # of inputs and outputs
-    leading: list[int]  # leading sizes of what the rule is about: the first input, or the look-ups
+    sizes: dict[Key, int]  # leading sizes of inputs and outputs
+    leading: list[int]  # leading sizes of the rule's inputs: the first input, or the look-ups
     differentiable: list[int]  # leading sizes of the outputs that require grad
-    selected: set[Key]  # inputs that hold positions which were selected by their values
+    selected: set[Key]  # inputs that contain positions which were selected by value
 
 
 class UnknownTensorError(Exception):
-    """A module was given, or returned, a tensor that it was not seen with when it was learnt."""
+    """A module received or returned a tensor that the engine has not learnt about."""
 
 
 @dataclass(frozen=True)
 class _Misfit:
-    """A site that cannot be run as it is, and why."""
+    """A site that must be replaced by its enclosing module, and the reason."""
 
     site: Site
     reason: str
@@ -303,21 +314,21 @@ class Sites:
         self._model = model
         self._names = names
         self.all: list[Site] = []
-        self._mixing: set[Site] = set()  # which did not run with a row for each sample
+        self._mixing: set[Site] = set()  # sites that do not run with a row for each sample
         self._find("", model, set())
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.all)
 
     def learn(self, run_model: RunModel, shapes: Shapes) -> None:
-        """Runs the model until every site is understood.
+        """Run the model until the sample dimensions of every site are known.
 
         Args:
-            run_model: runs the model on so many samples.
-            shapes: of these samples.
+            run_model: runs the model on that many samples.
+            shapes: the shapes of these samples.
 
         Raises:
-            UnsupportedModelError: if a parameter's uses cannot be told apart by sample.
+            UnsupportedModelError: if the gradient of a parameter cannot be separated by sample.
         """
         while True:
             losses, plain = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
@@ -327,7 +338,7 @@ class Sites:
             drafts = {site: replace(site, rows=Rows(), tensors={}) for site in self.all}
             misfits = self._used_elsewhere(losses[0]) + _misfits(drafts, calls, shapes)
             broadcast = [site for site in self.all if drafts[site].broadcast]
-            if broadcast and not misfits:  # learn what passes will be like for the sites behind
+            if broadcast and not misfits:  # these outputs get a row per sample in later passes
                 expanded = [self._expanded(run_model, broadcast, some) for some in losses]
                 calls = tuple(some for some in expanded if some is not None)
                 if len(calls) < 2:
@@ -340,47 +351,47 @@ class Sites:
             for misfit in misfits:
                 first = plain[0].get(misfit.site.path, [])[:1]
                 if misfit.site.is_table and first and not first[0].leading:
-                    misfit.site.rule = None  # it may do under the generic rule
+                    misfit.site.rule = None  # try the generic rule first
                 else:
                     self._give_way(misfit)
 
     def installed(self, make: Callable[[Site, Forward], Forward]) -> AbstractContextManager[None]:
-        """Replaces the forward of every site, and puts the old ones back whatever happens."""
+        """Replace the forward of every site inside, and restore it afterwards."""
         modules = [site.module for site in self.all]
         return replaced_forwards(modules, lambda i, forward: make(self.all[i], forward))
 
     def _refuse_units_inside(self) -> None:
-        """Refuses a module whose gradients are captured and that gathers its own weights."""
+        """Refuse a site that FSDP shards separately."""
         for site in self.all:
             if any(isinstance(m, FSDPModule) for m in site.module.modules()):
                 raise UnsupportedModelError(
-                    f"{site.label} has weights of its own, so fsdp must gather them with those of "
-                    "a larger layer. Name other classes by fsdp_config="
+                    f"{site.label} is sharded separately, so its weights are gathered too late. "
+                    "fsdp must shard it with a larger layer. Name other classes by fsdp_config="
                     '{"transformer_layer_cls_to_wrap": [...]}: none that is, or is inside of, '
                     f"{plain_type(site.module).__name__}."
                 )
 
-    # ---- Which modules, which rule ----
+    # ---- The sites and their rules ----
 
     def _find(self, path: str, module: nn.Module, seen: set[nn.Module]) -> None:
         if module in seen:
             return
         seen.add(module)
-        if own := self._own(module, recurse=False) | self._own_of_containers(module):
+        if direct := self._own(module, recurse=False) | self._own_of_containers(module):
             rule = rule_for(module)
-            by_rows = rule is None and _has_one_row_each(module, own)
+            by_rows = rule is None and _has_one_row_each(module, direct)
             if rule is None and not by_rows:  # the generic rule covers the children
                 self.all.append(Site(path, module, None, self._own(module, recurse=True)))
                 return
-            self.all.append(Site(path, module, rule, own, by_rows=by_rows))
+            self.all.append(Site(path, module, rule, direct, by_rows=by_rows))
         for name, child in module.named_children():
             self._find(f"{path}.{name}" if path else name, child, seen)
 
     def _own(self, module: nn.Module, recurse: bool) -> dict[str, str]:
-        """Returns a module's trainable parameters.
+        """Return a module's trainable parameters, with those of its children if ``recurse``.
 
-        Without its children's: what a child owns as well (a tied bias) is left to the child; if the
-        module used it itself, that would show.
+        Without ``recurse``, a parameter that a child owns too (a tied bias) belongs to the child.
+        ``_used_elsewhere`` finds it if the module uses it.
         """
         children = module.children() if not recurse else ()
         below = {id(p) for child in children for p in child.parameters()}
@@ -391,7 +402,7 @@ class Sites:
         }
 
     def _own_of_containers(self, module: nn.Module) -> dict[str, str]:
-        """Returns the parameters in a module's dictionaries and lists, which it uses itself."""
+        """Return the trainable parameters in a module's ParameterDicts and ParameterLists."""
         containers = (nn.ParameterDict, nn.ParameterList)
         if isinstance(module, containers):
             return {}
@@ -403,28 +414,28 @@ class Sites:
         }
 
     def _give_way(self, misfit: _Misfit) -> None:
-        """Puts the module around a site in its place, under the generic rule."""
-        if misfit.site not in self.all:  # another one has covered it by now
+        """Replace a site by its enclosing module, under the generic rule."""
+        if misfit.site not in self.all:  # an enclosing module has replaced it already
             return
         path, reason = misfit.site.path, misfit.site.reason or misfit.reason
         if not path:
             raise UnsupportedModelError(
-                f"{reason} No module around it tells the samples apart either. Freeze what it "
-                'trains with requires_grad_(False), or use engine="functorch".'
+                f"{reason} No enclosing module separates the samples either. Freeze its parameters "
+                'with requires_grad_(False), or use engine="functorch".'
             )
         self._cover(path.rpartition(".")[0], reason)
 
     def _cover(self, path: str, reason: str) -> None:
-        """Puts a module under the generic rule, in the place of all sites inside."""
-        around = self._model.get_submodule(path)
-        covered = set(around.modules())
+        """Replace all sites inside a module by the module, under the generic rule."""
+        module = self._model.get_submodule(path)
+        covered = set(module.modules())
         first = next(i for i, site in enumerate(self.all) if site.module in covered)
         self.all = [site for site in self.all if site.module not in covered]
-        parameters = self._own(around, recurse=True)
-        self.all.insert(first, Site(path, around, None, parameters, reason))
+        parameters = self._own(module, recurse=True)
+        self.all.insert(first, Site(path, module, None, parameters, reason))
 
     def _cover_mixing(self) -> bool:
-        """Puts modules under the generic rule that do not run with a row for each sample."""
+        """Use the generic rule for modules that do not run with a row for each sample."""
         mixing = [site for site in self.all if site in self._mixing]
         for site in mixing:
             self._cover(site.path, site.reason)
@@ -432,59 +443,65 @@ class Sites:
         return bool(mixing)
 
     def _used_elsewhere(self, losses: Tensor) -> list[_Misfit]:
-        """Returns the sites whose parameters are used outside the forward of their module."""
+        """Return the sites whose parameters are used outside the forward of their module."""
         if not losses.requires_grad:
             return []
         parameters = parameters_in_passes(self._model)
         tracked = {name: parameters[name] for site in self.all for name in site.parameters.values()}
-        found = torch.autograd.grad(losses.sum(), list(tracked.values()), allow_unused=True)
-        used = {name for name, g in zip(tracked, found, strict=True) if g is not None}
+        gradients = torch.autograd.grad(losses.sum(), list(tracked.values()), allow_unused=True)
+        used = {name for name, g in zip(tracked, gradients, strict=True) if g is not None}
         return [
             _Misfit(
                 site,
                 f"The model uses {', '.join(sorted(used & {*site.parameters.values()}))} outside "
-                f"the forward of {site.label}, where the layerwise engine does not see its "
+                f"the forward of {site.label}, where the layerwise engine cannot capture the "
                 "gradient.",
             )
             for site in self.all
             if used & {*site.parameters.values()}
         ]
 
-    # ---- Which tensors carry the batch: two batch sizes are run, shapes are never compared ----
+    # ---- Sample dimensions, learnt from passes with two batch sizes ----
 
     def _not_expandable(
         self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
     ) -> list[_Misfit]:
-        """Returns the sites with an output of leading size 1 that the model takes no other for.
+        """Return the sites whose shared output cannot be expanded to a row for each sample.
 
-        What is computed once for all samples (from broadcast position ids) must have one row for
-        each, which the engine gives it. A model may object: it repeats the row itself, or has more
-        rows than samples. That is found out by trying.
+        An output that is computed once for all samples (from broadcast position ids) must have a
+        row for each sample, so the engine expands it. Some models fail with such an output, because
+        they repeat the row themselves or expect other shapes. The engine tries it.
         """
-        alone = [site for site in sites if self._expanded(run_model, [site], losses) is None]
+        failing = [site for site in sites if self._expanded(run_model, [site], losses) is None]
         return [
             _Misfit(
                 site,
-                f"{site.label} computes once what all samples share, and the model does not take "
-                "one row per sample in its place, so its calls do not tell the samples apart.",
+                f"{site.label} computes an output once for all samples, and the model does not "
+                "accept one row per sample in its place, so its calls do not separate the samples.",
             )
-            for site in alone or sites
+            for site in failing or sites
         ]
 
     def _expanded(
         self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
     ) -> dict[str, list[_Call]] | None:
-        """Returns the calls where these sites give a row per sample; None if the model objects."""
+        """Return the calls if these sites give a row per sample; None if the model fails."""
         try:
-            found, calls = self._observe(run_model, len(losses), sites)
+            again, calls = self._observe(run_model, len(losses), sites)
         except (RuntimeError, ValueError, IndexError):
             return None
-        return calls if found.shape == losses.shape else None
+        return calls if again.shape == losses.shape else None
 
     def _observe(
         self, run_model: RunModel, size: int, expanded: Sequence[Site] = ()
     ) -> tuple[Tensor, dict[str, list[_Call]]]:
-        """Runs the model; ``expanded`` sites give one row per sample where they had one for all."""
+        """Run the model; return its losses and the calls of each site, by path.
+
+        Args:
+            run_model: runs the model.
+            size: number of samples.
+            expanded: sites whose outputs of one row are expanded to one row per sample.
+        """
         calls: dict[str, list[_Call]] = {}
 
         def observe(site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -496,11 +513,11 @@ class Sites:
                 looked_up.append(indices.shape[0] if indices.dim() else 0)
                 return output
 
-            if site.has_several_tensors(args, kwargs):  # its rule is about one
+            if site.has_several_tensors(args, kwargs):  # the rule supports one input
                 site.rule = None
             output = None
             if site.by_rows and site not in self._mixing:
-                output = _with_own_rows(site, original, args, kwargs, size)
+                output = _with_row_each(site, original, args, kwargs, size)
                 if output is None:
                     self._mixing.add(site)
             if output is None and site.rule is None:
@@ -531,18 +548,24 @@ class Sites:
 def _misfits(
     learners: Mapping[Site, Site], calls: Sequence[Mapping[str, Sequence[_Call]]], shapes: Shapes
 ) -> list[_Misfit]:
-    """Returns the sites for which what learns in their place cannot, from batches of 2 and 3."""
-    found = []
+    """Let learners learn from the calls with 2 and 3 samples; return the sites that do not fit.
+
+    Args:
+        learners: site -> the site, or its copy, that stores the results.
+        calls: path -> calls, for 2 and for 3 samples.
+        shapes: of the model's inputs.
+    """
+    misfits = []
     for site, learner in learners.items():
         two, three = (some.get(site.path, []) for some in calls)
         if reason := _learn(learner, two, three, shapes):
-            found.append(_Misfit(site, reason))
-    return found
+            misfits.append(_Misfit(site, reason))
+    return misfits
 
 
 def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Shapes) -> str | None:
-    """Stores what the calls of a site with batches of 2 and of 3 say; returns why they do not."""
-    if not two and site.reason:  # a mere container: its own parent may tell the samples apart
+    """Learn from the calls of a site with 2 and 3 samples; return a reason if they do not fit."""
+    if not two and site.reason:  # a container that is not called; its parent may fit
         return site.reason
     for a, b in zip(two, three, strict=True):
         if site.rule is None:
@@ -550,10 +573,10 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                 rows = site.tensors.setdefault(key, Rows())
                 if reason := rows.learn(a.sizes[key], b.sizes[key], shapes):
                     return f"{site.label} {reason}"
-            if not _all_own(a.differentiable, b.differentiable):
+            if not _separable(a.differentiable, b.differentiable):
                 return (
-                    f"{site.label} computes a tensor that all samples share, so it does not tell "
-                    "their gradients apart."
+                    f"{site.label} computes a tensor that all samples share, so their gradients "
+                    "cannot be separated."
                 )
             if any(_without_samples(site.tensors.get(key)) for key in a.selected):
                 return f"{site.label} {_POSITIONS_ALONE}"
@@ -561,20 +584,20 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
             carries = any(rows.carries for key, rows in site.tensors.items() if key in a.given)
             if a.differentiable != b.differentiable and not carries:
                 return (
-                    f"{site.label} is told the number of samples and given none of their tensors, "
-                    "so its calls do not tell them apart."
+                    f"{site.label} receives the number of samples and none of their tensors, so "
+                    "its calls do not separate the samples."
                 )
             continue
         if not a.leading:
-            return f"{site.label} does not use its weight in a known way."
+            return f"{site.label} does not use its weight as the rule of its type expects."
         for size, of_three in zip(a.leading, b.leading, strict=True):
             if reason := site.rows.learn(size, of_three, shapes):
                 return f"{site.label} {reason}"
             site.broadcast = not site.carried
             if site.broadcast and size != 1:
                 return (
-                    f"{site.label} has an input of leading size {size} that does not follow the "
-                    "batch size, so its calls do not tell the samples apart."
+                    f"{site.label} has an input of leading size {size} that does not change with "
+                    "the batch size, so its calls do not separate the samples."
                 )
         if a.selected and _without_samples(site.rows):
             return f"{site.label} {_POSITIONS_ALONE}"
@@ -583,13 +606,13 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
 
 
 _POSITIONS_ALONE = (
-    "is given positions without their samples, which were selected by value (nonzero, a boolean "
-    "mask), so that it is not known which sample a position belongs to."
+    "receives positions that were selected by value (nonzero, a boolean mask), so the sample of "
+    "each position is not known."
 )
 
 
 def _without_samples(rows: Rows | None) -> bool:
-    """Returns whether a tensor carries the batch, and has other rows than one for each sample."""
+    """Whether a tensor has a sample dimension with more than one row for a sample."""
     return rows is not None and bool(rows.carries) and not rows.one_each
 
 
@@ -600,25 +623,25 @@ def _expand(size: int, output: Any) -> Any:
 
 
 def _with_fresh_weights(site: Site, forward: Forward, args: Any, kwargs: Any) -> Any:
-    """Runs a module with copies of its weights, so that what depends on them requires grad.
+    """Run a module with copies of its weights, so that outputs that depend on them require grad.
 
-    The weights themselves take no part: gradients that reach them come from elsewhere.
+    A gradient that reaches the weights themselves then comes from a use outside the module.
     """
     weights = dict(site.module.named_parameters())
-    own = [weights[local] for local in site.parameters]
-    fresh = {id(weight): weight.detach().requires_grad_() for weight in own}
+    trained = [weights[local] for local in site.parameters]
+    fresh = {id(weight): weight.detach().requires_grad_() for weight in trained}
     return call_with(site.module, forward, fresh, args, kwargs)
 
 
-def _has_one_row_each(module: nn.Module, own: Mapping[str, str]) -> bool:
-    """Returns whether all of a module's own parameters are of the shape (1, ..., features)."""
-    parameters = [module._parameters.get(local) for local in own]
+def _has_one_row_each(module: nn.Module, direct: Mapping[str, str]) -> bool:
+    """Whether all of a module's direct parameters have the shape (1, ..., features)."""
+    parameters = [module._parameters.get(local) for local in direct]
     return all(p is not None and p.dim() > 2 and len(p) == 1 for p in parameters)
 
 
 @contextlib.contextmanager
 def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Lets a module's code see other tensors for some of its own parameters."""
+    """Replace some parameters of a module by other tensors inside."""
     try:
         vars(module).update(tensors)
         yield
@@ -628,18 +651,18 @@ def holding(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
 
 
 def row_each(module: nn.Module, local: str, size: int) -> Tensor:
-    """Returns a parameter of one row with a row for each sample, which take no memory."""
+    """Return a parameter of one row, expanded to a row for each sample, which takes no memory."""
     weight = module._parameters[local]
     assert weight is not None
     return weight.detach().expand(size, *weight.shape[1:]).requires_grad_()
 
 
-def _with_own_rows(site: Site, forward: Forward, args: Any, kwargs: Any, size: int) -> Any | None:
-    """Runs a module with a row of its parameters for each sample.
+def _with_row_each(site: Site, forward: Forward, args: Any, kwargs: Any, size: int) -> Any | None:
+    """Run a module with a row of its parameters for each sample.
 
     Returns:
-        Its output; None if its code fails with these, or if what it computes for a sample depends
-        on the rows of others.
+        Its output; None if its code fails, or if the output of a sample depends on the rows of
+        other samples.
     """
     rows = {local: row_each(site.module, local, size) for local in site.parameters}
     try:
@@ -654,27 +677,33 @@ def _with_own_rows(site: Site, forward: Forward, args: Any, kwargs: Any, size: i
             return None
         for sample, part in enumerate(leaf.chunk(size)):
             direction = torch.arange(part.numel(), device=part.device).cos().view_as(part)
-            found = torch.autograd.grad(
+            of_rows = torch.autograd.grad(
                 *(part, list(rows.values()), direction.to(part.dtype)),
                 retain_graph=True,
                 allow_unused=True,
             )
-            if any(g is not None and g.count_nonzero() > g[sample].count_nonzero() for g in found):
+            if any(
+                g is not None and g.count_nonzero() > g[sample].count_nonzero() for g in of_rows
+            ):
                 return None
     return output
 
 
 def _differentiable(output: Any) -> list[int]:
-    """Returns the leading sizes of the tensors that require grad, 0 for one without dimensions."""
+    """Return the leading sizes of the tensors that require grad; 0 for a scalar."""
     tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     return [x.shape[0] if x.dim() else 0 for x in tensors]
 
 
-def _all_own(two: list[int], three: list[int]) -> bool:
-    """Returns whether each sample can be given an output of its own.
+def _separable(two: list[int], three: list[int]) -> bool:
+    """Whether each sample can have a separate output.
 
-    The generic rule computes one per sample, and puts them where the batch is, or in the place of a
-    leading size of 1. A tensor that all samples share has no such place.
+    The generic rule computes one output per sample. It stacks them in the sample dimension, or in a
+    leading dimension of size 1. Other tensors that all samples share have no such dimension.
+
+    Args:
+        two: leading sizes of outputs for 2 samples.
+        three: leading sizes of outputs for 3 samples.
     """
     return len(two) == len(three) and all(
         a == 1 or a * 3 == b * 2 > 0 for a, b in zip(two, three, strict=True)

@@ -1,10 +1,10 @@
 """The layerwise engine: per-sample gradients from one forward and one backward pass of the batch.
 
-(With ``ghost`` norms there are two backward passes, over one graph.)
+With ``grad_sample_mode="ghost"`` there are two backward passes over one graph.
 
-``layers`` finds the modules that own parameters and learns how the model calls them; ``passes``
-runs them, with one rule per layer type; this module says when, and refuses a model on which the
-result would be wrong.
+``layers`` finds the modules that own parameters, and learns how the model calls them. ``passes``
+runs them, with one rule per layer type. This module controls both, and refuses a model whose
+gradients would be wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import flat, replay
 from dp_grape_hf.gradients.checks.guards import evaluating
-from dp_grape_hf.gradients.checks.sketches import Prints
+from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.compiled import (
     Compilation,
     CompiledModel,
@@ -49,16 +49,16 @@ logger = logging.getLogger(__name__)
 
 
 class LayerwiseEngine(PerSampleEngine):
-    """One forward, one backward, one rule per layer type. See the module's docstring.
+    """The engine with one rule per layer type; see the module's docstring.
 
     Args:
         model: as in ``PerSampleEngine``.
         loss: as in ``PerSampleEngine``.
-        recompute_activations: whether a layer that needs all of its input, the output of an
-            activation function whose input autograd keeps (GELU), computes it anew in the backward
-            pass. By default not on CPUs, where that takes longer and memory is cheap.
+        recompute_activations: whether a layer recomputes its input in the backward pass, if the
+            layer needs the full input and the input is the output of a cheap activation function
+            (GELU). By default on all devices except CPUs.
         grad_sample_mode: as in ``PerSampleEngine``.
-        compilation: how to compile the model; it is not compiled if None.
+        compilation: how to compile the model; None for no compilation.
     """
 
     grad_sample_modes = tuple(GradSampleMode)
@@ -84,12 +84,12 @@ class LayerwiseEngine(PerSampleEngine):
         self._compiled: CompiledModel | None = None
         if compilation is not None:
             self._compiled = CompiledModel(model, self._sites, compilation)
-            # The number of labels depends on values, which one graph cannot ask for.
+            # The number of labels depends on values, which a compiled graph cannot read.
             self.skips_unlabelled = False
         self._group_of = {name: group for group in self.groups for name in group}
-        self._learnt = False  # whether it is known which tensors carry the batch
+        self._learnt = False  # whether the sample dimensions of tensors are known
         self._learnt_anew = False  # whether calls were learnt since the last examination
-        self._looping = 0  # how many modules are known to run sample by sample
+        self._looping = 0  # number of modules that run sample by sample
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -100,9 +100,9 @@ class LayerwiseEngine(PerSampleEngine):
                 return self._compiled_pass(self._compiled, inputs, projectors)
             except NotCompiledError:
                 pass
-        losses, found = self._pass(inputs, projectors)
-        self._examine_what_is_new(inputs, projectors)
-        return losses, found
+        losses, gradients = self._pass(inputs, projectors)
+        self._examine_new_calls(inputs, projectors)
+        return losses, gradients
 
     def _compiled_pass(
         self, compiled: CompiledModel, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -117,28 +117,36 @@ class LayerwiseEngine(PerSampleEngine):
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        """Hands out the gradients of each group during the backward pass; returns losses (B,).
+        """Pass the gradients of each group to consumers during the backward pass; return losses.
 
-        Each consumer has a backward pass of its own, over one graph: they see the same masks of
-        dropout, and between two passes there is no gradient of a sample.
+        Each consumer has a separate backward pass over the same graph. So all consumers see the
+        same dropout masks, and no per-sample gradient is stored between two passes.
         """
         self._prepare(inputs, projectors)
         losses = self._pass(inputs, projectors, consumers)[0]
-        self._examine_what_is_new(inputs, projectors)
+        self._examine_new_calls(inputs, projectors)
         return losses
 
     def used_by_value(self) -> set[str]:
         return {name for site in self._sites if site.loops for name in site.parameters.values()}
 
     def stay_in_step(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Does all that depends on data on this batch; a call that needs more is then refused."""
+        """Make every later call run the model exactly once.
+
+        All passes that depend on data run on this batch. A later call that needs another pass
+        raises an error.
+
+        Raises:
+            UnsupportedModelError: if the examination of the batch was not conclusive.
+        """
         self._prepare(inputs, projectors)
         if self._examined.get(self.model.training, 0) < min(batch_size_of(inputs), 2):
             raise UnsupportedModelError(
-                "No two examples that were tried have gradients, which would show whether the "
-                "model mixes examples. With fsdp that must be known before the first step."
+                "No two of the tested examples have gradients that are not zero, so they do not "
+                "show whether the model mixes examples. With fsdp, this must be known before the "
+                "first step. Check the labels of the data set, or remove fsdp."
             )
-        for padded in (False, True):  # a model may leave a mask out that masks nothing
+        for padded in (False, True):  # a model may leave out a mask that masks nothing
             masked = rows_of(_with_masks(inputs, padded), slice(2))
             self._learn(masked, 0)
             self.examine(masked, projectors)
@@ -147,33 +155,36 @@ class LayerwiseEngine(PerSampleEngine):
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
         if not self._learnt:
             self._learn(inputs, 0)
-        told = replay.examine(self, inputs, projectors)
+        conclusive = replay.examine(self, inputs, projectors)
         self._learnt_anew = False
-        return told
+        return conclusive
 
-    def marked(self, inputs: Inputs, projectors: Mapping[str, Projector], prints: Prints) -> Tensor:
+    def sketch(
+        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
+    ) -> Tensor:
         if self.grad_sample_mode == GradSampleMode.GHOST:
-            return self._pass(inputs, projectors, [prints])[0]
-        losses, found = self._pass(inputs, projectors)
-        prints(found)
+            return self._pass(inputs, projectors, [sketches])[0]
+        losses, gradients = self._pass(inputs, projectors)
+        sketches(gradients)
         return losses
 
-    def _examine_what_is_new(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Examines a batch for which calls were learnt anew: the order of rows may show now."""
+    def _examine_new_calls(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
+        """Examine a batch if the engine has learnt new calls since the last examination."""
         if self._learnt_anew and not self.examine(inputs, projectors):
             self._examined.clear()
 
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         if not self.in_step:
             self._examine_once(inputs, projectors)
-        self._tell_what_loops()
+        self._warn_of_loops()
 
-    def _tell_what_loops(self) -> None:
+    def _warn_of_loops(self) -> None:
         looping = [site for site in self._sites if site.loops]
         if len(looping) > self._looping:
             logger.warning(
                 "%s%s cannot be vectorised over samples (%s), and will run for one sample after "
-                "another: as exact, and slower by as many times as a physical batch has samples.",
+                "another. The gradients are exact, but a physical batch of B samples takes B times "
+                "as long there.",
                 looping[0].label,
                 f" and {len(looping) - 1} more" if looping[1:] else "",
                 looping[0].loops,
@@ -186,10 +197,10 @@ class LayerwiseEngine(PerSampleEngine):
         projectors: Mapping[str, Projector],
         consumers: Sequence[Consume] = (),
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and the gradients of their sum.
+        """Return losses (B,) and the gradients of their sum.
 
-        What a stream has consumed is not returned. A parameter that this pass left out, by layer
-        drop say, has gradient zero.
+        Gradients that a consumer received are not returned. A parameter that this pass left out (by
+        layer drop) has gradient zero.
         """
         samples = iter(range(batch_size_of(inputs)))
         while True:
@@ -198,11 +209,11 @@ class LayerwiseEngine(PerSampleEngine):
             except NotVectorisedError:  # at most once for each site, which loops from now on
                 if self.in_step:
                     raise
-            except UnknownTensorError as error:  # a mask, say, that no sample has needed so far
+            except UnknownTensorError as error:  # for example, a mask that no sample needed so far
                 if self.in_step:
                     raise UnsupportedModelError(
-                        f"{error} To learn of it now would run the model once more than other "
-                        "processes do. Leave fsdp out."
+                        f"{error} To learn about it, the model would have to run once more than in "
+                        "other processes. Remove fsdp."
                     ) from error
                 if (sample := next(samples, None)) is None:
                     raise UnsupportedModelError(
@@ -260,13 +271,13 @@ class LayerwiseEngine(PerSampleEngine):
         projectors: Mapping[str, Projector],
         plans: Plans,
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses and gradients, of zero where a pass left a parameter out."""
+        """Return losses and gradients, with zeros for parameters that the pass left out."""
         unused = self.trainable.keys() - plans.layout.places.keys() - others.keys()
         others |= self.zero_gradients(unused, losses, projectors)
         return losses, FlatGradients(plans.layout, matrix, others, self.trainable)
 
     def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
-        """Returns who has which coordinates; projectors that differ have a mapping of their own."""
+        """Return the layout; pass another mapping object whenever projectors change."""
         plans = self._plans_for(projectors)
         return None if plans is None else plans.layout
 
@@ -275,7 +286,7 @@ class LayerwiseEngine(PerSampleEngine):
 
     @contextmanager
     def _with_branches(self) -> Iterator[None]:
-        """Lets layers take their branches; afterwards none is left taken, and no input kept."""
+        """Let layers compute their branches inside; reset branches and cached inputs afterwards."""
         try:
             yield
         finally:
@@ -303,7 +314,7 @@ class LayerwiseEngine(PerSampleEngine):
         losses: Tensor,
         stream: Stream | None,
     ) -> None:
-        """Adds gradients of zero for what was left out, and ends the stream if there is one."""
+        """Add gradients of zero for parameters that were left out, and end the stream, if any."""
         awaited = {} if stream is None else stream.awaited
         streamed = {name for name, uses in awaited.items() if uses == 0}
         left_out = self.trainable.keys() - found.keys() - streamed
@@ -314,7 +325,7 @@ class LayerwiseEngine(PerSampleEngine):
                     stream.consume({name: found.pop(name) for name in group})
 
     def _uses(self) -> dict[str, int]:
-        """Returns how often each parameter is used in a pass; -1 if a tap collects its uses."""
+        """Return how often each parameter is used in a pass; -1 if a tap collects its uses."""
         uses = dict.fromkeys(self.trainable, 0)
         for site in self._sites:
             for name in site.parameters.values():
@@ -324,19 +335,24 @@ class LayerwiseEngine(PerSampleEngine):
 
     # ---- The first batch ----
 
-    def assume_probed(self, inputs: Inputs) -> None:
-        """Learns which tensors carry the batch, from shapes alone: nothing is checked."""
-        super().assume_probed(inputs)
+    def assume_examined(self, inputs: Inputs) -> None:
+        """Learn the sample dimensions of tensors, without checks."""
+        super().assume_examined(inputs)
         self._learn(inputs, 0)
 
     def _learn(self, inputs: Inputs, sample: int) -> None:
-        """Learns from two and three samples: the first, and the others copies of one sample."""
+        """Learn the calls of sites from passes with two and three samples.
+
+        Args:
+            inputs: a batch.
+            sample: number of the sample that is used, after the first sample, once or twice.
+        """
 
         def run_model(size: int) -> Tensor:
             rows = [0, *[sample] * (size - 1)]
             return self.losses(rows_of(inputs, rows))
 
-        if self.skips_unlabelled:  # whether the model allows that is found out by running it
+        if self.skips_unlabelled:  # this pass switches it off if the model does not allow it
             with evaluating(self.model), torch.no_grad():
                 run_model(2)
         with evaluating(self.model):
@@ -345,10 +361,10 @@ class LayerwiseEngine(PerSampleEngine):
 
 
 def _with_masks(inputs: Inputs, padded: bool) -> dict[str, Any]:
-    """Returns the inputs with masks of attention that hide the last position, or none."""
-    found = dict(inputs)
+    """Return the inputs with attention masks that hide the last position if ``padded``, or none."""
+    masked = dict(inputs)
     for name, mask in inputs.items():
         if name.endswith("attention_mask") and mask.dim() == 2 and mask.shape[1] > 1:
-            found[name] = torch.ones_like(mask)
-            found[name][:, -1] = int(not padded)
-    return found
+            masked[name] = torch.ones_like(mask)
+            masked[name][:, -1] = int(not padded)
+    return masked

@@ -1,13 +1,13 @@
-"""One forward and backward pass of the layerwise engine: how a site is run, and what it leaves.
+"""One forward and backward pass of the layerwise engine: running sites and capturing gradients.
 
-Every weight has coordinates of each sample, a leaf of zeros that takes no memory. A layer with a
-rule runs with its weights detached and an extra autograd node at its output. When that node
-receives the output's gradient it applies the rule, with the projection, and returns the gradients
-of the coordinates; so the gradient of a weight never exists and ``p.grad`` stays None. What has too
-many numbers for a row for each sample is recorded in a form of its own instead. Gradient
-checkpointing works because the forward pass is simply re-run; what a module that runs twice gives
-adds up. A module without a rule runs under ``torch.func.vmap``, each sample with weights
-``W + lift(tap_i)`` of its own; or, if vmap cannot run its code, once for each sample.
+Every weight has zero coordinates for each sample, a leaf (*tap*) that takes no memory. A layer with
+a rule runs with its weights detached and an extra autograd node at its output. When the node
+receives the output's gradient, it applies the rule and the projection, and returns the gradients of
+the coordinates. So the gradient of a weight is never formed, and ``p.grad`` stays None. Gradients
+that are too large for a row for each sample are captured in another form (``forms``). Gradient
+checkpointing works because it runs the forward pass again. The gradients of a module that runs
+twice add up. A module without a rule runs under ``torch.func.vmap``, with weights
+``W + lift(tap_i)`` for sample i; if vmap cannot run its code, it runs once for each sample.
 
 Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
 ...).
@@ -73,10 +73,10 @@ class _Activation:
     function: Callable[[Tensor], Tensor]
     argument: Tensor
     output: Tensor
-    version: int  # of the output, which an in-place operation counts up
+    version: int  # version of the output; an in-place operation increases it
 
     def gave(self, tensor: Tensor) -> bool:
-        """Returns whether a tensor is the output, as it was."""
+        """Whether a tensor is the output, and unchanged."""
         return (
             tensor is self.output
             and tensor is not self.argument
@@ -86,27 +86,30 @@ class _Activation:
 
 @dataclass(frozen=True)
 class Stream:
-    """Takes the gradients of a group of parameters as soon as they are complete."""
+    """A consumer of groups of gradients, and the uses of parameters that are still to come."""
 
     consume: Consume
-    awaited: dict[str, int]  # name -> uses still to come; below 0 if a tap collects its uses
+    awaited: dict[str, int]  # name -> uses still to come; below 0 if a tap collects them
     group_of: Mapping[str, tuple[str, ...]]
 
 
 class Pass:
-    """What one forward and backward pass collects.
+    """The gradients that one forward and backward pass captures.
 
     Args:
         trainable: name -> weight.
-        projectors: name -> projector, of the projected weights.
-        plans: of what has a row for each sample in one matrix; None if nothing has.
+        projectors: name -> projector, for the projected weights.
+        plans: the plans for the parameters in the flat layout; None without a layout.
         batch_size: B.
-        shapes: of the model's inputs, for one sample.
-        in_form: gives the gradient of one use of an unprojected weight the form that is kept.
-        observer: looks on.
+        shapes: the shapes of the model's inputs for one sample.
+        in_form: returns the gradient of one use of an unprojected weight in the form to keep.
+        observer: observes the phases.
 
-    ``anchor`` is a zero that requires grad: it keeps a layer's node in the graph where the layer's
-    input does not require grad (an embedding), and lets ``autograd.grad`` reach the node.
+    Attributes:
+        anchor: a zero that requires grad. It keeps a layer's node in the graph if the layer's input
+            does not require grad (an embedding), so that ``autograd.grad`` reaches the node.
+        rows: name -> (B, ...), parameters that have a row for each sample while a module runs.
+        outputs: site -> shapes and dtypes of its outputs, for layers with a rule and no plan.
     """
 
     def __init__(
@@ -129,23 +132,24 @@ class Pass:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         if plans is not None:
             plans.ready(device, batch_size)
-        self._taps: dict[str, Tensor] = {}  # of what has no plan: name -> (B, *coordinates), zeros
+        self._taps: dict[str, Tensor] = {}  # name -> zeros (B, *coordinates), outside the layout
         self.rows: dict[str, Tensor] = {}
-        """Of parameters that have a row for each sample while a module runs."""
         self._captured: dict[str, list[Single]] = defaultdict(list)
         self.outputs: dict[Site, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
-        """The shapes and types of the outputs of layers that have a rule and no plan."""
-        self._activation: _Activation | None = None  # the last call, until a layer was run
+        self._activation: _Activation | None = None  # the last call, until a layer runs
 
     def differentiate(
         self, loss: Tensor, stream: Stream | None = None, again: bool = False
     ) -> dict[str, PerSampleGradient]:
-        """Differentiates the sum of the losses; returns what was not streamed, of what was used.
+        """Differentiate the sum of the losses; return the gradients that were not streamed.
 
         Args:
             loss: the sum.
-            stream: what to do with gradients that are complete; they are collected if None.
-            again: whether the same graph will be differentiated once more, so that it is kept.
+            stream: receives complete groups of gradients; None to return all.
+            again: whether to keep the graph for another backward pass.
+
+        Returns:
+            Gradients by the names of the parameters that were used.
         """
         parts = self._parts(loss, stream, again)
         if self._plans is not None:
@@ -154,23 +158,23 @@ class Pass:
         return {name: add(self._captured.pop(name)) for name in list(self._captured)}
 
     def differentiate_flat(self, loss: Tensor) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Differentiates the sum of the losses; returns (B, D) and what is not in the layout."""
+        """Differentiate the sum of the losses; return the matrix (B, D) and all other gradients."""
         return self.together(self._parts(loss))
 
     def together(self, parts: dict[Piece, Tensor]) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Returns (B, D) of the gradients of parts of it, and what is not in the layout."""
+        """Return the matrix (B, D) of the gradients of its parts, and all other gradients."""
         assert self._plans is not None
         layout = self._plans.layout
         flat = layout.join(parts, self.batch_size, self.anchor.detach())
         for name in [name for name in self._captured if name in layout]:
-            for gradient in self._captured.pop(name):  # of a module that runs under vmap
+            for gradient in self._captured.pop(name):  # from a module that runs under vmap
                 self._places[name].of(flat).add_(gradient.dense().values)
         return flat, {name: add(self._captured.pop(name)) for name in list(self._captured)}
 
     def _parts(
         self, loss: Tensor, stream: Stream | None = None, again: bool = False
     ) -> dict[Piece, Tensor]:
-        """Runs the backward pass; returns the gradients of the coordinates in the layout."""
+        """Run the backward pass; return the gradients of the coordinates in the layout."""
         self._stream = stream
         pieces = {} if self._plans is None else self._plans.taps
         leaves = [self.anchor, *pieces.values(), *self._taps.values(), *self.rows.values()]
@@ -184,26 +188,27 @@ class Pass:
         for name, gradient in zip(self.rows, of_rows, strict=True):
             if gradient is not None:
                 self.take_rows(name, gradient)
-        found = zip(pieces, gradients, strict=False)
-        return {piece: gradient for piece, gradient in found if gradient is not None}
+        of_pieces = zip(pieces, gradients, strict=False)
+        return {piece: gradient for piece, gradient in of_pieces if gradient is not None}
 
-    def _known_as(self, name: str, stored: Tensor) -> Tensor:
-        """Returns coordinates, (B, *stored), in the shape that they have elsewhere."""
-        return stored.mT if name in self._places and self._places[name].transposed else stored
+    def _transposed(self, name: str, coordinates: Tensor) -> Tensor:
+        """Convert coordinates between their shape and the shape in which the layout stores them."""
+        transposed = name in self._places and self._places[name].transposed
+        return coordinates.mT if transposed else coordinates
 
     def remember(self, function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
-        """Runs an activation function; the layer behind it may compute its output anew."""
+        """Run an activation function, whose output the next layer may compute again."""
         output = function(argument)
         self._activation = _Activation(function, argument, output, output._version)
         return output
 
     def forward_of(self, site: Site, original: Forward) -> Forward:
-        """Returns what runs a site in place of its own forward."""
+        """Return the function that replaces the forward of a site."""
         if self._plans is not None and site in self._plans:
             plan = self._plans.of(site, original)
             if plan is not None:
                 return partial(self._run_planned, plan, site, original)
-        # A plan is made when the site runs: only then are weights there that fsdp has spread.
+        # A plan is made when the site runs: only then are sharded weights gathered.
         return partial(self._run, site, original)
 
     def _run(self, site: Site, original: Forward, *args: Any, **kwargs: Any) -> Any:
@@ -226,9 +231,11 @@ class Pass:
     def _run_by_rule(
         self, site: Site, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs a layer by its code, and takes its gradients by its rule."""
+        """Run a layer by its code, and take its gradients by its rule."""
         if site.has_several_tensors(args, kwargs):
-            raise UnknownTensorError(f"{site.label} was given a tensor that it was not seen with.")
+            raise UnknownTensorError(
+                f"{site.label} received a further tensor, which no earlier batch had."
+            )
         layer_input = first_tensor(args, kwargs)
         assert layer_input is not None
         activation, self._activation = self._activation, None
@@ -236,7 +243,7 @@ class Pass:
             saved, again = activation.argument.detach(), activation.function
             self._check_carried(site, layer_input)
         else:
-            saved, again = self._save(site, layer_input), None  # while it is in the cache
+            saved, again = self._save(site, layer_input), None  # before the layer, for the cache
         with detached(site.module):
             output = original(*args, **kwargs)
         return self._capture(site, saved, output, again)
@@ -244,7 +251,7 @@ class Pass:
     def _run_planned(
         self, plan: Plan, site: Site, original: Forward, *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a layer by its autograd function, which is about one input."""
+        """Run a layer by its autograd function, which has one input."""
         if len(args) + len(kwargs) != 1:
             return self._run_by_rule(site, original, args, kwargs)
         (layer_input,) = args or kwargs.values()
@@ -258,7 +265,7 @@ class Pass:
             return plan.run(layer_input)
 
     def _save(self, site: Site, layer_input: Tensor) -> Tensor:
-        """Returns what of a layer's input must survive until the backward pass."""
+        """Return the tensor that the backward pass needs of a layer's input."""
         assert site.rule is not None
         with self._observer.phase(PROJECT):
             layer_input = self._check_carried(site, layer_input)
@@ -266,17 +273,17 @@ class Pass:
             projector = self.early(site)
             if projector is None:
                 return saved
-            return saved @ projector.matrix.to(saved.dtype)  # only (B, T, r) survives
+            return saved @ projector.matrix.to(saved.dtype)  # (B, T, r) is stored, not the input
 
     def _check_carried(self, site: Site, layer_input: Tensor) -> Tensor:
-        """Returns the input with the batch in its leading dimension."""
+        """Return the input with the batch in its leading dimension."""
         site.check(layer_input.shape[0], self.batch_size, self._shapes)
         if not site.carried:  # broadcast position ids: one row for all samples
             return layer_input.expand(self.batch_size, *layer_input.shape[1:])
         return layer_input
 
     def early(self, site: Site) -> Projector | None:
-        """Returns the projector that acts on the saved factor of the weight's gradient."""
+        """Return the projector that acts on the saved factor of the weight's gradient."""
         projector = self._projectors.get(site.parameters.get("weight", ""))
         if projector is None or site.rule is None:
             return None
@@ -290,9 +297,13 @@ class Pass:
         output: Tensor,
         again: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Adds the node that records the layer's gradients when its output's gradient arrives.
+        """Add the node that captures the layer's gradients when its output's gradient arrives.
 
-        ``again`` computes the layer's input from what was saved instead.
+        Args:
+            site: the layer.
+            saved: the saved tensor of its input, or the argument of ``again``.
+            output: its output.
+            again: computes the layer's input from ``saved``; None if ``saved`` is of the input.
         """
         rule, module, batch_size = site.rule, site.module, self.batch_size
         assert rule is not None
@@ -312,42 +323,45 @@ class Pass:
             if self._stream is not None:
                 for name in site.parameters.values():
                     self._hand_out(name, self._stream)
-            return None, *of_taps.values()  # the first is of the anchor
+            return None, *of_taps.values()  # the anchor has no gradient
 
         return AtZero.apply(output, saved, derivative, self.anchor, *taps)
 
     def take(
         self, site: Site, saved: Tensor, grad_output: Tensor, early: bool
     ) -> dict[str, Tensor]:
-        """Takes the gradients of a layer's parameters; returns those in the layout, as stored.
+        """Compute the gradients of a layer's parameters, and capture those outside the layout.
 
         Args:
             site: the layer.
-            saved: what its rule saved of the input.
+            saved: the tensor that its rule saved of the input.
             grad_output: the gradient of its output.
-            early: whether what was saved is projected.
+            early: whether ``saved`` is projected.
+
+        Returns:
+            The gradients in the layout, by parameter name, in the shape in memory.
         """
         assert site.rule is not None
         gradients = site.rule.gradients(site.module, saved, grad_output, self.batch_size)
-        found = {}
+        in_layout = {}
         for local, name in site.parameters.items():
             done = early and local == "weight"
             projector = self._projectors.get(name)
             with self._observer.phase(GRADIENTS if projector is None else PROJECT):
                 gradient = _project(gradients[local], projector, done, self._in_form)
             shape = self._trainable[name].shape
-            if len(shape) > 2:  # a convolution's weight, whose rule takes it for a matrix
+            if len(shape) > 2:  # the weight of a convolution, which its rule treats as a matrix
                 dense = gradient.dense() if isinstance(gradient, Factored) else gradient
                 assert isinstance(dense, Dense)
                 gradient = Dense(dense.values.reshape(self.batch_size, *shape))
             if name in self._places:
-                found[name] = self._known_as(name, gradient.dense().values)
+                in_layout[name] = self._transposed(name, gradient.dense().values)
             else:
                 self._captured[name].append(gradient)
-        return found
+        return in_layout
 
     def _run_by_rows(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
-        """Runs a module with a row of its parameters for each sample."""
+        """Run a module with a row of its parameters for each sample."""
         leaves, spec = tree_flatten((args, kwargs))
         site.carrying(leaves, repr(spec), self.batch_size, self._shapes)
         with holding(site.module, self.rows_of(site, self.batch_size)):
@@ -357,26 +371,27 @@ class Pass:
         return output
 
     def rows_of(self, site: Site, batch_size: int) -> dict[str, Tensor]:
-        """Returns a row of each parameter for each sample, which take no memory."""
-        found = {}
+        """Return the parameters of a site with a row for each sample, which takes no memory."""
+        rows = {}
         for local, name in site.parameters.items():
             if name not in self.rows:
                 self.rows[name] = row_each(site.module, local, batch_size)
-            found[local] = self.rows[name]
-        return found
+            rows[local] = self.rows[name]
+        return rows
 
     def take_rows(self, name: str, gradient: Tensor) -> None:
-        """Takes the gradient of the rows that a parameter has for each sample."""
-        found = Dense(gradient[:, None].float())
-        self._captured[name].append(_project(found, self._projectors.get(name), False, _as_it_is))
+        """Capture the gradient (B, ...) of a parameter that has a row for each sample."""
+        dense, projector = Dense(gradient[:, None].float()), self._projectors.get(name)
+        self._captured[name].append(_project(dense, projector, False, _unchanged))
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
-        """Runs a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
+        """Run a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
         leaves, spec = tree_flatten((args, kwargs))
         batched = site.carrying(leaves, repr(spec), self.batch_size, self._shapes)
         samples = [leaves[i].unflatten(0, (self.batch_size, -1)) for i in batched]  # (B, k, ...)
         taps = {
-            local: self._known_as(name, self._tap(name)) for local, name in site.parameters.items()
+            local: self._transposed(name, self._tap(name))
+            for local, name in site.parameters.items()
         }
         projectors = {
             local: self._projectors[name]
@@ -392,13 +407,13 @@ class Pass:
             filled = list(leaves)
             for i, leaf in zip(batched, sample, strict=True):
                 filled[i] = leaf
-            own_args, own_kwargs = tree_unflatten(filled, spec)
+            args, kwargs = tree_unflatten(filled, spec)
             call = (site.module, original, taps, projectors)
             if site.loops:
-                output = call_for_one(*call, own_args, own_kwargs)
+                output = call_for_one(*call, args, kwargs)
             else:
                 with Batching(next(iter(taps.values()))):
-                    output = call_in_coordinates(*call, record, own_args, own_kwargs)
+                    output = call_in_coordinates(*call, record, args, kwargs)
             structure[:] = [tree_flatten(output)]
             return [leaf for leaf in structure[0][0] if isinstance(leaf, Tensor)]
 
@@ -425,22 +440,22 @@ class Pass:
         taps: Mapping[str, Tensor],
         samples: list[Tensor],
     ) -> list[Tensor]:
-        """Returns what vmap would, for code that it cannot run."""
-        own_taps = {local: tap.unbind() for local, tap in taps.items()}
-        before, found = _state_of(site), []
+        """Run ``one`` for one sample after another, and stack the outputs as vmap does."""
+        by_sample = {local: tap.unbind() for local, tap in taps.items()}
+        before, results = _state_of(site), []
         try:
             for i in range(self.batch_size):
-                own = {local: taps[i] for local, taps in own_taps.items()}
+                of_sample = {local: taps[i] for local, taps in by_sample.items()}
                 with running_alone(i):
-                    found.append(one(own, *(sample[i] for sample in samples)))
+                    results.append(one(of_sample, *(sample[i] for sample in samples)))
             if changed := before ^ _state_of(site):
                 raise UnsupportedModelError(
                     f"{site.label} cannot be vectorised over samples ({site.loops}), and changes "
-                    f"its buffer {min(changed)[0]!r} when it runs, so that one sample after "
-                    "another would see what is left of those before it. Freeze it with "
+                    f"its buffer {min(changed)[0]!r} when it runs. If it ran for one sample after "
+                    "another, a sample would depend on earlier ones. Freeze it with "
                     "requires_grad_(False)."
                 )
-            return [torch.stack(outputs) for outputs in zip(*found, strict=True)]
+            return [torch.stack(outputs) for outputs in zip(*results, strict=True)]
         except (PrivacyError, torch.OutOfMemoryError):
             raise
         except ERRORS as error:
@@ -451,7 +466,7 @@ class Pass:
             ) from error
 
     def _tap(self, name: str) -> Tensor:
-        """Returns the zero coordinates of a parameter, (B, ...), one tensor for all its uses."""
+        """Return the zero coordinates of a parameter, (B, ...): one tensor for all its uses."""
         if self._plans is not None and name in self._places:
             return self._plans.tap(self._places[name].piece)
         if name not in self._taps:
@@ -460,12 +475,12 @@ class Pass:
         return self._taps[name]
 
     def _hand_out(self, name: str, stream: Stream) -> None:
-        """Counts a use, and consumes the parameter's group when no other use is to come."""
+        """Count a use, and hand out the parameter's group after the last use."""
         if stream.awaited[name] == 0:
             raise PrivacyError(
                 f"{name} is used more often than in the first batch, after its clipped gradient "
-                "was added up; its clipping would bound nothing. Use grad_sample_mode='auto', "
-                "not grad_sample_mode='ghost'."
+                "was added up. Clipping would not bound the further use. Use "
+                "grad_sample_mode='auto', not grad_sample_mode='ghost'."
             )
         stream.awaited[name] -= 1
         group = stream.group_of[name]
@@ -473,7 +488,7 @@ class Pass:
             stream.consume({other: add(self._captured.pop(other)) for other in group})
 
 
-def _as_it_is(gradient: Single) -> Single:
+def _unchanged(gradient: Single) -> Single:
     return gradient
 
 
@@ -483,10 +498,13 @@ def _project(
     done: bool,
     in_form: Callable[[Single], Single],
 ) -> Single:
-    """Returns ``P^T G`` or ``G P`` from the factors of G, which is never formed.
+    """Return ``P^T G`` or ``G P``, computed from the factors of a gradient G.
 
-    ``done`` says that the factor which meets P met it when it was saved. What stays a matrix, or a
-    table, gets the form that is kept.
+    Args:
+        gradient: G.
+        projector: P; None for an unprojected weight.
+        done: whether a factor was projected when it was saved.
+        in_form: returns an unprojected gradient, or a table, in the form to keep.
     """
     if projector is None:
         return in_form(gradient)
@@ -498,7 +516,7 @@ def _project(
             return Factored(rows @ projector.matrix.to(rows.dtype), cols).dense()
         case Factored(rows, cols):
             return Factored(rows, projector.project(cols)).dense()
-        case SparseRows(indices, values, _) if left:  # the rows of G are one-hot: P^T picks from P
+        case SparseRows(indices, values, _) if left:  # P^T G is a look-up of rows of P
             return Factored(projector.matrix.to(values.dtype)[indices], values).dense()
         case SparseRows(indices, values, num_rows):
             return in_form(SparseRows(indices, projector.project(values), num_rows))
@@ -507,28 +525,33 @@ def _project(
 
 
 def _state_of(site: Site) -> set[tuple[str, int, int]]:
-    """Returns the buffers of a module, and which version of them there is."""
+    """Return the buffers of a module: names, identities and versions."""
     return {(name, id(b), b._version) for name, b in site.module.named_buffers()}
 
 
 def _merge(site: Site, output: Tensor, key: Key, shapes: Shapes) -> Tensor:
-    """Returns (B, k, ...) as (B * k, ...), or one sample's share of what all samples share."""
+    """Reshape an output (B, k, ...) to (B * k, ...); return one row of an output without samples.
+
+    Raises:
+        UnknownTensorError: if the number of rows differs from earlier passes.
+        UnsupportedModelError: if all samples share an output that requires grad.
+    """
     if output.dim() < 2:
         carries, first = False, 0
     elif key not in site.tensors:
-        raise UnknownTensorError(f"{site.label} returned a tensor that it did not return before.")
+        raise UnknownTensorError(f"{site.label} returned a tensor that no earlier batch had.")
     else:
         carries, first = bool(site.tensors[key].carries), output.shape[1]
         if carries and not site.tensors[key].fit(len(output) * first, len(output), shapes):
             raise UnknownTensorError(
-                f"{site.label} returned a tensor with {first} rows for one sample, which is not "
-                "what it has in a batch (it is told the batch size as a number, say)."
+                f"{site.label} returned a tensor with {first} rows for one sample alone, and "
+                "another number in a batch (it may receive the batch size as a number)."
             )
     if carries or (output.requires_grad and first == 1):
         return output.flatten(0, 1)
-    if output.requires_grad:  # one row for each sample is needed to tell their gradients apart
+    if output.requires_grad:  # gradients can be separated only if each sample has a row
         raise UnsupportedModelError(
-            f"{site.label} computes a tensor that all samples share, so it does not tell their "
-            'gradients apart. Freeze it with requires_grad_(False), or use engine="functorch".'
+            f"{site.label} computes a tensor that all samples share, so their gradients cannot be "
+            'separated. Freeze it with requires_grad_(False), or use engine="functorch".'
         )
     return output[0]

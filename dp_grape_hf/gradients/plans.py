@@ -1,4 +1,4 @@
-"""How each site is run while the projections are the same: worked out once, used in every pass.
+"""Plans for running sites by autograd functions; they are made once for each set of projections.
 
 Shapes: B samples, m x n a weight as stored, r rank.
 """
@@ -23,27 +23,27 @@ from dp_grape_hf.projections import Projector, Side
 
 
 class Branch(Protocol):
-    """What adds ``lift(Z)`` to the weight of a layer while the layer runs, for all samples."""
+    """A term ``lift(Z)`` that is added to the weight of a layer, for all samples."""
 
     @property
     def projector(self) -> Projector | None:
-        """What Z is a coordinate of."""
+        """The projector of Z."""
 
     def take(self) -> Tensor:
-        """Returns Z, which the layer adds itself this time."""
+        """Return Z; the layer then adds the term itself in this pass."""
 
     def leave(self) -> None:
-        """Ends the pass in which layers may take it."""
+        """End the pass in which layers may call ``take``."""
 
 
 class Shared:
-    """What layers with the same P share: P as functions take it, and the input.
+    """Tensors that several layers with the same P share: matrices made of P, and the input.
 
-    Queries, keys and values are computed of one tensor, and with principal directions they have one
-    P. So that tensor is cast and projected once, if they run one after another.
+    Queries, keys and values have the same input, and with principal directions the same P. So the
+    input is cast and projected only once, if these layers run one after another.
 
     Args:
-        projectors: name -> projector, of all that is trained.
+        projectors: name -> projector, for all projected parameters.
     """
 
     def __init__(self, projectors: Mapping[str, Projector]) -> None:
@@ -57,7 +57,7 @@ class Shared:
     def matrices(
         self, projector: Projector, on_input: bool, folded: bool, dtype: torch.dtype
     ) -> tuple[Tensor | None, ...]:
-        """Returns ``before``, ``constant`` and ``after`` as ``functions.Linear`` takes them."""
+        """Return ``before``, ``constant`` and ``after`` as ``functions.Linear`` takes them."""
         key = id(projector.matrix), on_input, folded, dtype
         if key not in self._made:
             matrix = projector.matrix.to(dtype)
@@ -74,15 +74,15 @@ class Shared:
 
     @property
     def copies(self) -> list[Tensor]:
-        """P as it was made for passes."""
+        """The matrices that were made of P."""
         return [matrix for made in self._made.values() for matrix in made if matrix is not None]
 
     def by_several(self, projector: Projector | None) -> bool:
-        """Returns whether several layers have this P."""
+        """Whether several layers have this P."""
         return projector is not None and self._users[id(projector.matrix)] > 1
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns an input in another type: the same tensor for the same input."""
+        """Return an input in another dtype: the same tensor for the same input."""
         key = self._input
         if key is None or key[0]() is not x or key[1:] != (x._version, dtype):
             self.forget()
@@ -91,7 +91,7 @@ class Shared:
         return self._cast
 
     def projected(self, cast: Tensor, before: Tensor, constant: Tensor | None) -> Tensor:
-        """Returns ``x P`` of what ``cast`` returned: the same tensor for the same P."""
+        """Return ``x P`` of the result of ``cast``: the same tensor for the same P."""
         if self._projected is None or self._before is not before:
             with torch.no_grad():
                 self._projected = nn.functional.linear(cast, before, constant)
@@ -99,21 +99,21 @@ class Shared:
         return self._projected
 
     def forget(self) -> None:
-        """Forgets the last input."""
+        """Free the last input."""
         self._input = self._cast = self._before = self._projected = None
 
 
 @dataclass(eq=False)
 class LinearPlan:
-    """Runs ``nn.Linear`` and ``Conv1D`` by ``functions.Linear``.
+    """Plan that runs ``nn.Linear`` and ``Conv1D`` by ``functions.Linear``.
 
     Args:
         layer: the layer.
-        shared: by the plans of one model.
-        piece: the coordinates of its weight, with those of the bias if ``folded``; or None.
-        bias: those of its bias, if they lie by themselves.
-        projector: of the weight, or None.
-        folded: whether the bias is one more column of P.
+        shared: the shared tensors of all plans of the model.
+        piece: the coordinates of the weight, including the bias if ``folded``; or None.
+        bias: the coordinates of the bias, if they are separate; or None.
+        projector: the projector of the weight, or None.
+        folded: whether the bias is treated as one more row of Z.
     """
 
     layer: Any
@@ -137,7 +137,7 @@ class LinearPlan:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether all of the input is needed for the gradient of the weight."""
+        """Whether the gradient of the weight needs the full input."""
         return self.piece is not None and not self._on_input()
 
     def _on_input(self) -> bool:
@@ -145,7 +145,7 @@ class LinearPlan:
         return self.projector is not None and self.projector.side is side
 
     def run(self, x: Tensor, again: Any = None, argument: Any = None) -> Tensor:
-        """Returns the layer's output."""
+        """Return the layer's output."""
         weight, bias, dtype = self.layer.weight, self.layer.bias, x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -153,7 +153,7 @@ class LinearPlan:
         before, constant, after = self._matrices_as(dtype)
         projected = None
         if before is None or not self.several or torch.compiler.is_compiling():
-            x = x.to(dtype)  # compiled code computes by itself only once what is the same
+            x = x.to(dtype)  # compiled code merges equal computations itself
         else:
             x = self.shared.cast(x, dtype)
             projected = self.shared.projected(x, before, constant)
@@ -161,32 +161,32 @@ class LinearPlan:
         if self.branch is not None and self.projector is not None:
             shared = self.branch.take().to(x.dtype)
             shared = shared.mT if self.projector.side is Side.RIGHT else shared
-        usual = x, weight.T if self.conv1d else weight, bias, before, constant, self.tap
+        first = x, weight.T if self.conv1d else weight, bias, before, constant, self.tap
         if before is not None and self.bias_tap is None and shared is None:
-            return functions.Projected.apply(*usual, projected)
+            return functions.Projected.apply(*first, projected)
         swapped = self.projector is None and not self.conv1d
         rest = self.bias_tap, after, swapped, shared, again, argument
-        return functions.Linear.apply(*usual, projected, *rest)
+        return functions.Linear.apply(*first, projected, *rest)
 
     def prepare_like(self, other: Plan) -> None:
-        """Makes what ``other`` has, so that compiled code that ran ``other`` can run this one."""
+        """Make the tensors that ``other`` has made, so that its compiled code can run this plan."""
         for dtype in getattr(other, "_matrices", ()):
             self._matrices_as(dtype)
 
     def _matrices_as(self, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-        """Returns P as ``functions.Linear`` takes it."""
+        """Return ``before``, ``constant`` and ``after`` as ``functions.Linear`` takes them."""
         if dtype not in self._matrices:
-            found: tuple[Tensor | None, ...] = None, None, None
+            matrices: tuple[Tensor | None, ...] = None, None, None
             if self.projector is not None and self.piece is not None:
                 options = self.projector, self._on_input(), self.folded, dtype
-                found = self.shared.matrices(*options)
-            self._matrices[dtype] = found
+                matrices = self.shared.matrices(*options)
+            self._matrices[dtype] = matrices
         return self._matrices[dtype]
 
 
 @dataclass(eq=False)
 class NormPlan:
-    """Runs ``nn.LayerNorm`` by ``functions.LayerNorm``."""
+    """Plan that runs ``nn.LayerNorm`` by ``functions.LayerNorm``."""
 
     layer: Any
     piece: Piece | None
@@ -195,9 +195,9 @@ class NormPlan:
     bias_tap: Tensor | None = None
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the layer's output."""
+        """Return the layer's output."""
         layer = self.layer
-        if torch.is_autocast_enabled(x.device.type):  # which computes norms in float32
+        if torch.is_autocast_enabled(x.device.type):  # autocast computes norms in float32
             with torch.autocast(x.device.type, enabled=False):
                 return self._apply(x.float())
         return self._apply(x.to(layer.weight.dtype))
@@ -209,12 +209,12 @@ class NormPlan:
         )
 
     def prepare_like(self, other: Plan) -> None:
-        """Makes what ``other`` has: nothing depends on the projections."""
+        """Do nothing: no tensor of this plan depends on the projections."""
 
 
 @dataclass(eq=False)
 class RMSNormPlan:
-    """Runs the RMSNorm of any model family by ``functions.RMSNorm``."""
+    """Plan that runs the RMSNorm of any model family by ``functions.RMSNorm``."""
 
     layer: Any
     piece: Piece | None
@@ -226,13 +226,13 @@ class RMSNormPlan:
     _dtypes: dict[tuple[torch.dtype, bool], torch.dtype] = field(default_factory=dict)
 
     def run(self, x: Tensor) -> Tensor:
-        """Returns the layer's output."""
+        """Return the layer's output."""
         eps = self.rule.eps(self.layer, x.dtype)
         dtype = self._dtype_of_output(x)
         return functions.RMSNorm.apply(x, self.layer.weight, eps, self.offset, dtype, self.tap)
 
     def _dtype_of_output(self, x: Tensor) -> torch.dtype:
-        """Returns what the layer's code makes of an input of that type."""
+        """Return the dtype of the output of the layer's code for this input."""
         if x.dtype is self.layer.weight.dtype:
             return x.dtype
         key = x.dtype, torch.is_autocast_enabled(x.device.type)
@@ -243,22 +243,22 @@ class RMSNormPlan:
         return self._dtypes[key]
 
     def prepare_like(self, other: Plan) -> None:
-        """Makes what ``other`` has, so that compiled code that ran ``other`` can run this one."""
+        """Copy the dtypes of ``other``, so that its compiled code can run this plan."""
         self._dtypes |= getattr(other, "_dtypes", {})
 
 
 Plan = LinearPlan | NormPlan | RMSNormPlan
 
-_PLAIN = (Tensor, FakeTensor)  # neither quantised nor spread over processes
+_PLAIN = (Tensor, FakeTensor)  # types of weights that are neither quantised nor sharded
 
 
 class Plans:
     """The plans of all sites for some projections.
 
     Args:
-        layout: who has which coordinates.
+        layout: the positions of coordinates in the vector.
         projectors: name -> projector.
-        branches: layer -> its branch, if it has one.
+        branches: layer -> its branch.
     """
 
     def __init__(
@@ -275,23 +275,23 @@ class Plans:
         self._batch_size = 0
 
     def __contains__(self, site: Site) -> bool:
-        """Returns whether it is known how to run a site."""
+        """Whether ``of`` was called for a site."""
         return site in self._plans
 
     def of(self, site: Site, forward: Forward) -> Plan | None:
-        """Returns how to run a site; None if it must be run as any layer."""
+        """Return the plan of a site; None if the site must run by its rule."""
         if site not in self._plans:
             self._plans[site] = self._make(site)
             self._connect(self._plans[site])
         plan = self._plans[site]
         if plan is None or not site.carried or site.rule is None:
             return None
-        # Whoever has put another forward in its place wants that to be run.
-        own = getattr(forward, "__func__", None) is type(site.module).forward
-        return plan if own else None
+        # A forward that the user has replaced must run.
+        original = getattr(forward, "__func__", None) is type(site.module).forward
+        return plan if original else None
 
     def tap(self, piece: Piece) -> Tensor:
-        """Returns coordinates of each sample, (B, *piece.shape): zeros that take no memory."""
+        """Return zero coordinates of each sample, (B, *piece.shape), which take no memory."""
         taps = self.taps
         if piece not in taps:
             assert self._zero is not None
@@ -300,7 +300,7 @@ class Plans:
         return taps[piece]
 
     def ready(self, device: torch.device, batch_size: int) -> None:
-        """Makes the coordinates those of so many samples."""
+        """Prepare the coordinates for a batch size."""
         if self._zero is None or self._zero.device != device:
             self._zero, self._taps = torch.zeros((), device=device), {}
         elif batch_size == self._batch_size and not self._branches:
@@ -311,7 +311,7 @@ class Plans:
 
     @property
     def taps(self) -> dict[Piece, Tensor]:
-        """The coordinates that have been asked for."""
+        """The coordinates of the current batch size that ``tap`` has made."""
         return self._taps.setdefault(self._batch_size, {})
 
     @property
@@ -325,8 +325,8 @@ class Plans:
             plan.bias_tap = None if plan.bias is None else self.tap(plan.bias)
         if isinstance(plan, LinearPlan):
             branch = self._branches.get(plan.layer)
-            known = branch is not None and branch.projector is plan.projector
-            plan.branch = branch if known else None
+            same = branch is not None and branch.projector is plan.projector
+            plan.branch = branch if same else None
 
     def _make(self, site: Site) -> Plan | None:
         layer, places = site.module, self.layout.places

@@ -1,8 +1,8 @@
-"""The engine of plug-ins: a vector of numbers for each sample, in place of its gradient.
+"""The base class of plug-in engines, which compute a vector for each sample instead of a gradient.
 
-The mechanism clips, sums and noises these vectors as it does gradients. So the sensitivity is that
-of every method, as long as a sample's vector depends on that sample alone. ``QueryEngine`` examines
-this on the first batch, and checks the shape of every answer.
+The mechanism clips and sums these vectors and adds noise, as for gradients. So the sensitivity is
+C, if a sample's vector depends on that sample alone. ``QueryEngine`` tests this on the first batch,
+and checks the shape of every answer.
 
 Shapes: B samples in the batch, K numbers for each.
 """
@@ -26,25 +26,25 @@ from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections import Projector
 
 ANSWERS = "answers"
-"""The name of a release of a query."""
+"""The name of the answers in a release, in place of a parameter name."""
 
 
 class QueryEngine(PerSampleEngine):
-    """Asks a query of each sample. Subclasses define ``query`` and set ``size``.
+    """An engine that computes a query of each sample. Subclasses define ``query`` and set ``size``.
 
-    The model runs in evaluation mode and without gradients. A model that draws random numbers
-    there is not supported.
+    The model runs in evaluation mode and without gradients. A model that draws random numbers in
+    evaluation mode is not supported.
 
     Guarantee:
         Row i of ``query`` must be a function of sample i and of public values alone: the weights,
         seeds and the number of the step. The engine compares rows of the first batch with the same
-        samples among copies of themselves. It cannot prove it of all batches, so a query is code
-        that must be read as carefully as the mechanism's.
+        samples in batches of their copies. This cannot prove it for all batches, so review a query
+        as carefully as the mechanism.
 
     Attributes:
         size: K.
-        magnified: by how much answers magnify the rounding of a loss, at most.
-        read: names of the trainable parameters that a query was seen to read.
+        magnified: the largest factor by which answers magnify the rounding error of a loss.
+        read: names of the trainable parameters that a query has read.
 
     Raises:
         PrivacyError: as in ``PerSampleEngine``.
@@ -58,29 +58,29 @@ class QueryEngine(PerSampleEngine):
 
     @abstractmethod
     def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Returns losses (B,) and answers (B, K), both sensitive.
+        """Return losses (B,) and answers (B, K), both sensitive.
 
         Args:
             inputs: as in a call. ``self.losses`` runs the model on them.
         """
 
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Returns the one name and shape of a release: (K,)."""
+        """Return the one name and shape of a release: (K,)."""
         return {ANSWERS: (self.size,)}
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) and answers (B, K), under ``ANSWERS`` (sensitive).
+        """Return losses (B,) and answers (B, K), under ``ANSWERS`` (sensitive).
 
         Raises:
-            PrivacyError: for projectors, if samples are coupled, or if there is not one row of
-                K numbers for each sample.
-            UnsupportedModelError: if a parameter takes no part in the loss, or is used unseen.
+            PrivacyError: if there are projectors, if samples are coupled, or if there is not one
+                row of K numbers for each sample.
+            UnsupportedModelError: if a parameter takes no part in the loss, or its use is not seen.
         """
         if projectors:
             raise PrivacyError(
-                f"There are projectors for {len(projectors)} parameters, and a query has no "
+                f"There are projectors for {len(projectors)} parameters, but a query has no "
                 "gradients to project. Switch the projection off."
             )
         self._examine_once(inputs, projectors)
@@ -98,8 +98,8 @@ class QueryEngine(PerSampleEngine):
         if losses.shape != (rows,) or answers.shape != (rows, self.size):
             raise PrivacyError(
                 f"The query of {type(self).__name__} returned losses {tuple(losses.shape)} and "
-                f"answers {tuple(answers.shape)} for {rows} samples. Return one loss and one row "
-                f"of size={self.size} for each sample: each row is clipped by itself."
+                f"answers {tuple(answers.shape)} for {rows} samples. Each row is clipped "
+                f"separately. Return one loss and one row of size={self.size} for each sample."
             )
         return losses, answers
 
@@ -114,7 +114,7 @@ class QueryEngine(PerSampleEngine):
         _refuse_coupled(two[:1], torch.cat([two, three]))
         self.refuse_unused(
             self.read,
-            " If the model does use them, it does so through code that PyTorch's function modes do "
+            " If the model does use them, it uses them in code that PyTorch's function modes do "
             "not see (TorchScript, a custom kernel).",
         )
         pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
@@ -129,37 +129,37 @@ class QueryEngine(PerSampleEngine):
                 expected = self.loss.of_batch(self.model, one)
                 if expected is None:
                     return
-                if expected.isfinite():  # not without a label, say
+                if expected.isfinite():  # for example, not without a label
                     refuse_other_loss(self, one, self.losses(one), expected[None])
                     return
 
     def _probe_pair(self, pair: Inputs) -> bool:
-        """Refuses coupling of two samples; returns whether they could have shown it."""
+        """Refuse coupling of two samples; return whether their losses differ and are finite."""
         together, answers = self._trial(pair)
         _, repeated = self._trial(pair)
-        jitter = 4 * (answers - repeated).abs().max()  # of a device whose sums have no order
+        jitter = 4 * (answers - repeated).abs().max()  # from sums in no fixed order
         for i in (0, 1):
-            alone, own = self._trial(copies_of(pair, 2, i))
+            alone, expected = self._trial(copies_of(pair, 2, i))
             _refuse_coupled(alone[i : i + 1], together[i : i + 1])
-            # In the same row of a batch of the same shape, rounding is the same whatever the type.
+            # Rounding is the same in the same row of a batch of the same shape, in every dtype.
             rounding = 4 * torch.finfo(alone.dtype).eps * (1 + alone[i].abs()) * self.magnified
-            allowed = 1e-4 * own[i].abs() + jitter + rounding
-            if ((own[i] - answers[i]).abs() > allowed).any():
+            allowed = 1e-4 * expected[i].abs() + jitter + rounding
+            if ((expected[i] - answers[i]).abs() > allowed).any():
                 raise PrivacyError(
                     "The answer of a sample changes with the contents of the other samples in its "
-                    "batch: the loss, the model or the query couples samples, so clipping bounds "
-                    "nothing. Compute each answer from that sample alone."
+                    "batch. The loss, the model or the query couples samples, so clipping does not "
+                    "bound the influence of one. Compute each answer from that sample alone."
                 )
         return bool(together.isfinite().all() & (together[0] != together[1]))
 
     def _trial(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        """Asks from the same random numbers every time."""
+        """Return losses and answers, with the same random numbers in every call."""
         with keeping_random_state():
             return self._asked(inputs)
 
 
 def _refuse_coupled(one: Tensor, others: Tensor) -> None:
-    """Refuses losses of one sample that differ with what else is in the batch."""
+    """Refuse losses of one sample that differ between batches."""
     one, others = one.float().expand_as(others), others.float()
     if not torch.allclose(one, others, 1e-2, ROUNDING, equal_nan=True):
         raise PrivacyError(COUPLED)

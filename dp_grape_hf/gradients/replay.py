@@ -1,26 +1,26 @@
 """Compare per-sample gradients with the gradients of single examples, before the first update.
 
-A per-sample gradient is right if it is the gradient of that example's loss when nothing else is in
-the batch, with the random numbers that the example had. ``examine`` tests that on one batch, in the
-mode in which the model is:
+A per-sample gradient is correct if it is the gradient of that example's loss without other examples
+in the batch, with the same random numbers. ``examine`` tests this on one batch, in the current mode
+of the model:
 
-1. Some rows run alone, by plain autograd of the loss that the model itself returns. The numbers
-   that they draw from torch's global random streams are recorded.
-2. If they draw anything, three copies of one row run through the engine several times. Each time
-   some copies get other numbers. The others must not change. Uniform numbers are set to their
-   bounds as well, so that an event shows that is rare and that a bound brings about.
-3. The whole batch runs through the engine. The rows that ran alone are given the numbers that they
-   had there, and must have the same losses and gradients.
-4. The batch runs once more with its rows in another order. All rows must have the same gradients.
+1. Some rows run alone, by plain autograd of the loss that the model itself returns. Their draws
+   from torch's global random streams are recorded.
+2. If there are draws, three copies of one row run through the engine several times. Each time some
+   copies get other numbers, and the gradients of the other copies must not change. Uniform numbers
+   are set to their bounds, so that rare events at a bound occur.
+3. The whole batch runs through the engine. The rows that ran alone get the same random numbers
+   again, and must have the same losses and gradients.
+4. The batch runs again with its rows in another order. All rows must have the same gradients.
 
-The numbers of a draw belong to rows if there are B times as many of them for B rows. A draw that
-does not grow is shared by the rows of a physical batch. One more example moves other examples to
+The numbers of a draw belong to rows if there are B times as many numbers for B rows. A draw that
+does not grow is shared by the rows of a physical batch. Adding an example moves other examples to
 other physical batches, so it changes which of them share a draw, and clipping does not bound that.
 Shared draws are refused, except uniform ones that change nothing (``layerdrop=0.0``).
 
-Not seen: a rare event that no bound of a uniform number brings about (one number of ``randint``)
-and that one row has from the numbers of another. Dropout is off where the number of its positions
-depends on their values (in the experts of a mixture).
+Not seen: an event that is rare, does not occur at a bound of a uniform number (one value of
+``randint``), and lets a row depend on another row's number. Dropout is off in layers whose number
+of positions depends on values (the experts of a mixture).
 
 Shapes: B rows, P parameters.
 """
@@ -46,21 +46,21 @@ from dp_grape_hf.gradients.adapters import advice
 from dp_grape_hf.gradients.checks.draws import (
     SHARED,
     Draw,
-    Draws,
+    DrawRecorder,
     Owner,
     Values,
     in_rows,
     owners_of,
 )
 from dp_grape_hf.gradients.checks.guards import (
-    DRAWS_BESIDE,
+    OTHER_STREAMS,
     host_streams,
     keeping_random_state,
     same_state,
     seed_all,
 )
 from dp_grape_hf.gradients.checks.sketches import (
-    Prints,
+    Sketches,
     Tolerance,
     computes_in_16_bits,
     differing,
@@ -75,32 +75,32 @@ from dp_grape_hf.gradients.rows import batch_size_of, copies_of, rows_of
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import local, reshard, rows_here
 
-_ROWS_ALONE = 4  # rows of a batch that run alone: the first, the last, and others between them
-_COPIES = 3  # of one row, in the passes that change what some of them draw
-_REPEATS = 4  # passes that tell whether a model does the same twice
-_PASS = 2**20  # draws of a pass, at most
+_ROWS_ALONE = 4  # rows that run alone: the first, the last, and others between them
+_COPIES = 3  # copies of one row, in the passes that change the draws of some of them
+_REPEATS = 4  # passes that test whether a model repeats its results
+_PASS = 2**20  # the most draws of a pass; distance of the seeds of two rows
 _CHANGES = (((2,), False), ((0, 1), True))
-"""For each pass that changes draws: which copies get others, and whether upper bounds."""
+"""For each pass that changes draws: the copies that change, and whether to use upper bounds."""
 
 # ---- The examination ----
 
 
 def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
-    """Refuses an engine, a model or a loss by which a row contributes other gradients than alone.
+    """Check that each row of a batch has the same gradient in the batch as alone.
 
     Args:
-        engine: computes per-sample gradients of its model, which stays in its mode.
-        inputs: a batch of the model's keyword arguments, of B rows; one row is taken twice.
+        engine: computes per-sample gradients of its model, whose mode does not change.
+        inputs: a batch of B rows of the model's keyword arguments; a single row is used twice.
         projectors: parameter name -> projector.
 
     Returns:
-        Whether a row has a gradient that is finite and not zero, so that this batch shows anything.
+        Whether a row has a gradient that is finite and not zero; otherwise the batch shows nothing.
 
     Raises:
-        PrivacyError: a row's loss depends on the others, rows share random numbers, or the model
-            draws them from elsewhere than torch's global streams, or sets these.
-        UnsupportedModelError: gradients differ from plain autograd, or change with the order of
-            the rows; a parameter takes no part in the loss; or the model's own loss of one row
+        PrivacyError: if a row's loss depends on the other rows, if rows share random numbers, or if
+            the model seeds torch's global streams or draws from other streams.
+        UnsupportedModelError: if gradients differ from plain autograd or change with the order of
+            the rows, if a parameter takes no part in the loss, or if the model's loss of one row
             differs from the engine's.
     """
     count = batch_size_of(inputs)
@@ -109,8 +109,8 @@ def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Pr
         keeping_random_state(),
         without_zeros(engine.model),
         torch.enable_grad(),
-        sdpa_kernel(SDPBackend.MATH),  # kernels show no mask of dropout
-        torch.backends.cudnn.flags(enabled=False),  # nor does this one of a recurrent layer
+        sdpa_kernel(SDPBackend.MATH),  # other kernels do not show their dropout mask
+        torch.backends.cudnn.flags(enabled=False),  # nor does cuDNN's recurrent layer
         exact_products(),
     ):
         batch = _of_other_lengths(engine, batch)
@@ -128,13 +128,16 @@ def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Pr
 def refuse_other_loss(
     engine: PerSampleEngine, one: Inputs, losses: Tensor, expected: Tensor
 ) -> None:
-    """Refuses an engine that minimises another loss of one row than the model returns itself.
+    """Refuse an engine whose loss of one row differs from the loss that the model returns.
 
     Args:
-        engine: computed the losses (1,).
+        engine: the engine.
         one: a batch of one row.
-        losses: what the engine computed.
-        expected: what the model returns, (1,).
+        losses: the engine's loss, (1,).
+        expected: the model's loss, (1,).
+
+    Raises:
+        UnsupportedModelError: if the losses differ by more than rounding.
     """
     assert isinstance(engine.loss, ModelLoss)
     tolerance = rounding = 2e-5
@@ -143,42 +146,43 @@ def refuse_other_loss(
     if not torch.allclose(losses.double(), expected.double(), tolerance, rounding, equal_nan=True):
         raise UnsupportedModelError(
             f"The loss of one example that {type(engine.model).__name__} returns itself is "
-            f"not the one that {engine.loss.name} computes for it: the model adds a term of "
-            "its own (AdaLoRA's orthogonality, a mixture's load balance), or its head "
-            "computes something else. Switch the term off, or pass compute_loss_func=f "
-            "where f(outputs, labels) returns one loss per sample, of shape (B,)."
+            f"not the one that {engine.loss.name} computes for it. The model adds a term to its "
+            "loss (AdaLoRA's orthogonality, a mixture's load balance), or its head computes "
+            "another loss. Switch the term off, or pass compute_loss_func=f where "
+            "f(outputs, labels) returns one loss per sample, of shape (B,)."
             f"{advice(engine.model)}"
         )
 
 
 def refuse_random(engine: PerSampleEngine, inputs: Inputs) -> None:
-    """Refuses a model whose losses are random in the mode in which it is.
+    """Refuse a model whose losses are random in its current mode.
 
     Args:
         engine: computes the losses of its model.
         inputs: a batch.
 
     Raises:
-        UnsupportedModelError: naming what is drawn, if it is torch that draws.
+        PrivacyError: if the model draws from other streams than torch's global streams.
+        UnsupportedModelError: if it draws from torch's global streams, naming the draw.
     """
     with keeping_random_state(), torch.no_grad():
         seed_all(0)
         before = host_streams()
-        with Draws(0) as draws:
+        with DrawRecorder(0) as draws:
             engine.losses(inputs)
         if not all(map(same_state, before, host_streams())) or draws.foreign:
-            raise PrivacyError(DRAWS_BESIDE)
+            raise PrivacyError(OTHER_STREAMS)
     if draws.made or draws.seeded:
         raise UnsupportedModelError(
             f"The model or its loss draws random numbers in evaluation mode "
-            f"({', '.join(map(str, draws.made[:1]))}), and this method compares losses at two "
-            "places. Draw them in training mode only (if self.training: ..., or "
-            "functional.dropout(x, p, training=self.training))."
+            f"({', '.join(map(str, draws.made[:1]))}). This method compares losses at two "
+            "different weights, so they must not be random. Draw in training mode only (if "
+            "self.training: ..., or functional.dropout(x, p, training=self.training))."
         )
 
 
 class _NoRowsDraw(Exception):
-    """There are neither as many of a draw as there are rows, nor is it there once for all."""
+    """A draw belongs neither to single rows nor to all rows together."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
@@ -188,20 +192,20 @@ class _Shown(NamedTuple):
     """Losses, gradients and draws of the rows of one pass."""
 
     losses: Tensor  # (B,)
-    marks: Tensor  # (B, P, ...), of the gradients
+    sketches: Tensor  # (B, P, 1 + k), of the gradients
     draws: list[Draw]
-    names: list[str]  # of the parameters that have gradients
-    drew: bool = False  # whether anything was drawn, if draws were not looked at
+    names: list[str]  # the parameters that have gradients
+    drew: bool = False  # whether anything was drawn, if draws were not recorded
 
     @property
     def tells(self) -> Tensor:
         """Whether a row has a finite loss, and gradients that are finite and not all zero, (B,)."""
-        norms = self.marks[..., 0].norm(dim=1)
+        norms = self.sketches[..., 0].norm(dim=1)
         return norms.isfinite() & (norms > 0) & self.losses.isfinite()
 
     def of(self, rows: list[int]) -> _Shown:
-        """Returns the same, of some rows."""
-        return self._replace(losses=self.losses[rows], marks=self.marks[rows])
+        """Return the losses and sketches of some rows."""
+        return self._replace(losses=self.losses[rows], sketches=self.sketches[rows])
 
     @property
     def values(self) -> list[Values]:
@@ -210,7 +214,7 @@ class _Shown(NamedTuple):
 
 @dataclass
 class _Examination:
-    """Makes the passes over one batch, and compares them."""
+    """The passes over one batch, and their comparison."""
 
     engine: PerSampleEngine
     batch: Inputs
@@ -227,9 +231,9 @@ class _Examination:
         self.names = list(self.engine.trainable)
 
     def run(self) -> bool:
-        """Makes all passes; returns whether a row shows anything."""
+        """Run all passes; return whether a row has a gradient that is finite and not zero."""
         others = torch.randperm(self.size, generator=torch.Generator().manual_seed(0)).tolist()
-        rows = dict.fromkeys([0, self.size - 1, 1, *others])  # a full one, and a shorter one
+        rows = dict.fromkeys([0, self.size - 1, 1, *others])  # full-length and shortened rows
         for row in rows:
             if len(self.alone) >= _ROWS_ALONE and any(s.tells for s in self.alone.values()):
                 break
@@ -256,15 +260,17 @@ class _Examination:
 
     @cached_property
     def rounding(self) -> float:
-        """The error of two computations of one loss, absolute."""
+        """The absolute difference of two computations of one loss that rounding explains."""
         return self.engine.rounding_of_losses(self.batch)
 
     # ---- Passes ----
 
     def _alone(self, row: int) -> _Shown:
-        """Runs one row by plain autograd of the model's own loss, and keeps what it draws."""
+        """Run one row by plain autograd of the model's own loss, and keep its draws."""
         try:
-            return self._by_autograd(copies_of(self.batch, 1, row), Draws(_start(row), keep=True))
+            return self._by_autograd(
+                copies_of(self.batch, 1, row), DrawRecorder(_start(row), keep=True)
+            )
         except PrivacyError:
             raise
         except ERRORS as error:
@@ -272,71 +278,72 @@ class _Examination:
                 with torch.no_grad():
                     self.engine.losses(self.batch)
             except ERRORS:
-                raise error from None  # bad data fail in any company
+                raise error from None  # the whole batch fails as well
             raise UnsupportedModelError(
                 f"{type(self.engine.model).__name__} fails for one example alone, and not for "
-                f"several: {type(error).__name__}: {error}. Its gradient is then not known."
+                f"several: {type(error).__name__}: {error}. So its gradients cannot be checked. "
+                "Make the model accept a batch of one example."
             ) from error
 
-    def _by_autograd(self, one: Inputs, draws: Draws) -> _Shown:
-        def run() -> tuple[Tensor, Prints]:
+    def _by_autograd(self, one: Inputs, draws: DrawRecorder) -> _Shown:
+        def run() -> tuple[Tensor, Sketches]:
             loss = loss_alone(self.engine, one)
             return loss.detach()[None], self.engine.by_autograd(loss, self.projectors)
 
         return self._watched(run, draws)
 
     def _couples_losses(self) -> bool:
-        """Returns whether rows have other losses in the batch than alone."""
+        """Whether rows have other losses in the batch than alone."""
         with torch.no_grad(), WithoutDropout():
             together = self.engine.losses(self.batch).double().cpu()
             rows = [copies_of(self.batch, 1, row) for row in self.alone]
             alone = torch.cat([self.engine.losses(one).double().cpu() for one in rows])
         return self._other_losses(together[list(self.alone)], alone)
 
-    def _together(self, inputs: Inputs, draws: Draws) -> _Shown:
-        """Runs a batch through the engine."""
+    def _together(self, inputs: Inputs, draws: DrawRecorder) -> _Shown:
+        """Run a batch through the engine."""
 
-        def run() -> tuple[Tensor, Prints]:
-            prints = Prints()
-            return self.engine.marked(inputs, self.projectors, prints), prints
+        def run() -> tuple[Tensor, Sketches]:
+            sketches = Sketches()
+            return self.engine.sketch(inputs, self.projectors, sketches), sketches
 
         return self._watched(run, draws)
 
-    def _watched(self, run: Callable[[], tuple[Tensor, Prints]], draws: Draws) -> _Shown:
-        """Makes a pass, and refuses what it does to random streams."""
+    def _watched(self, run: Callable[[], tuple[Tensor, Sketches]], draws: DrawRecorder) -> _Shown:
+        """Run a pass, and refuse a model that misuses random streams."""
         seed_all(self.passes)
         self.passes += 1
         before = host_streams()
         with draws:
-            losses, prints = run()
+            losses, sketches = run()
         for number, (old, new) in enumerate(zip(before, host_streams(), strict=True)):
             if not same_state(old, new):
                 if not same_state(self.host_ends.setdefault(number, new), new):
-                    raise PrivacyError(DRAWS_BESIDE)
-                self.engine.reseeds_host = True  # to a state that is the same every time
+                    raise PrivacyError(OTHER_STREAMS)
+                self.engine.reseeds_host = True  # the state afterwards is the same every time
         if draws.foreign:
-            raise PrivacyError(DRAWS_BESIDE)
+            raise PrivacyError(OTHER_STREAMS)
         if draws.seeded:
             raise PrivacyError(
-                "The model seeds torch's global random numbers during its forward pass, or puts "
-                "them back to where they were. Masks of dropout, and the coins of a collator, are "
-                "then known, or repeat themselves, and tell who was drawn. Take the seeding out."
+                "The model seeds torch's global random numbers during its forward pass, or "
+                "restores an earlier state. Dropout masks and other random numbers would then be "
+                "known or repeated, and reveal which examples were sampled. Remove the seeding."
             )
         losses = losses.detach().double().cpu()
-        return _Shown(losses, prints.marks(self.names), draws.made, prints.names, draws.drew)
+        return _Shown(losses, sketches.of(self.names), draws.made, sketches.names, draws.drew)
 
     def _refuse_other_results(self, shown: _Shown, again: Callable[[], _Shown]) -> None:
-        """Refuses a pass that is not the same when it is repeated with the same random numbers."""
+        """Refuse a model whose pass has other results with the same random numbers."""
         rows = range(len(shown.losses))
         if any(self._differ(shown, again(), rows) for _ in range(_REPEATS)):
-            raise PrivacyError(DRAWS_BESIDE)
+            raise PrivacyError(OTHER_STREAMS)
 
     def _differ(self, some: _Shown, others: _Shown, rows: Iterable[int]) -> bool:
-        """Returns whether rows show anything else in passes over batches of one shape."""
+        """Whether the gradients or losses of rows differ in two passes of one batch shape."""
         strict = _STRICT[computes_in_16_bits(self.engine.model)]
         for row in rows:
-            before, now = (shown.marks[row : row + 1] for shown in (some, others))
-            finite = [bool(marks.isfinite().all()) for marks in (before, now)]
+            before, now = (shown.sketches[row : row + 1] for shown in (some, others))
+            finite = [bool(sketches.isfinite().all()) for sketches in (before, now)]
             if any(finite) and (not all(finite) or bool(differing(before, now, strict).any())):
                 return True  # a row that is not finite contributes nothing
             losses = some.losses[row], others.losses[row]
@@ -345,37 +352,38 @@ class _Examination:
                 return True
         return False
 
-    # ---- What is refused ----
+    # ---- Checks ----
 
     def _refuse_other_loss(self, row: int) -> None:
-        """Refuses an engine that minimises another loss of one row than the model returns."""
+        """Refuse an engine whose loss of one row differs from the loss that the model returns."""
         one = copies_of(self.batch, 1, row)
         if not isinstance(self.engine.loss, ModelLoss):
             return
 
-        def run() -> tuple[Tensor, Prints]:
+        def run() -> tuple[Tensor, Sketches]:
             with torch.no_grad():
-                return self.engine.losses(one), Prints()
+                return self.engine.losses(one), Sketches()
 
-        actual = self._watched(run, Draws(_start(row))).losses
+        actual = self._watched(run, DrawRecorder(_start(row))).losses
         refuse_other_loss(self.engine, one, actual, self.alone[row].losses)
 
     def _refuse_shared_draws(self, row: int) -> list[Owner]:
-        """Refuses random numbers that rows share or have from each other; returns the owners.
+        """Refuse random numbers that rows share, or that influence other rows.
 
-        The owners are of a batch of three copies of this row.
+        Returns:
+            The owners of the draws of a batch of three copies of the row.
         """
-        batch, own, start = copies_of(self.batch, _COPIES, row), self.alone[row].draws, 0
-        if not own:
+        batch, alone, start = copies_of(self.batch, _COPIES, row), self.alone[row].draws, 0
+        if not alone:
             return []
-        base = self._together(batch, Draws(start, keep=True))
-        owners = owners_of(own, base.draws, _COPIES)
+        base = self._together(batch, DrawRecorder(start, keep=True))
+        owners = owners_of(alone, base.draws, _COPIES)
         if isinstance(owners, Draw):
             raise _NoRowsDraw(owners)
 
         def changed(rows: Sequence[int], most: bool, numbers: Container[int]) -> _Shown:
-            """Makes the pass in which some rows, and all of them, get other numbers."""
-            given: list[list[Values | None]] = [[None] * len(own) for _ in range(_COPIES)]
+            """Run a pass in which some rows get other numbers; shared draws change too."""
+            given: list[list[Values | None]] = [[None] * len(alone) for _ in range(_COPIES)]
             shared: dict[int, Values] = {}
             for owner, draw in zip(owners, base.draws, strict=True):
                 if owner.number not in numbers:
@@ -391,28 +399,28 @@ class _Examination:
                     else:
                         continue
                     given[at][owner.number] = self._other(owner.number, drawn, draw, most)
-            return self._together(batch, Draws(start, False, owners, given, shared))
+            return self._together(batch, DrawRecorder(start, False, owners, given, shared))
 
-        every = range(len(own))
+        every = range(len(alone))
         for rows, most in _CHANGES:
             kept = [at for at in range(_COPIES) if at not in rows]
             if not self._differ(base, changed(rows, most, every), kept):
                 continue
-            self._refuse_other_results(base, lambda: self._together(batch, Draws(start)))
+            self._refuse_other_results(base, lambda: self._together(batch, DrawRecorder(start)))
             numbers = list(every)
-            while len(numbers) > 1:  # which draw it is, by halves
+            while len(numbers) > 1:  # bisect to find the draw
                 half = numbers[: len(numbers) // 2]
                 shows = self._differ(base, changed(rows, most, half), kept)
                 numbers = half if shows else numbers[len(half) :]
             at_fault = [owner.number for owner in owners].index(numbers[0])
             raise PrivacyError(_shared(base.draws[at_fault], owners[at_fault].shared))
         for owner, draw in zip(owners, base.draws, strict=True):
-            if owner.shared and draw.operation not in SHARED:  # it may decide something rarely
+            if owner.shared and draw.operation not in SHARED:  # it may change a result rarely
                 raise PrivacyError(_shared(draw, all_rows=True))
         return owners if all(owner.row is None for owner in owners) else []
 
     def _other(self, number: int, drawn: Values, draw: Draw, most: bool) -> Values:
-        """Returns other numbers than were drawn: a bound, or what another row drew alone."""
+        """Return numbers to use in place of the drawn ones: a bound, or another row's numbers."""
         if draw.bounds is not None:
             return tuple(torch.full_like(value, draw.bounds[most]) for value in drawn)
         others = [s.draws[number].values for s in self.alone.values() if number < len(s.draws)]
@@ -422,9 +430,10 @@ class _Examination:
         return next(iter(unlike or fitting), drawn)
 
     def _compare_alone(self, owners: list[Owner]) -> tuple[_Shown, list[Owner]]:
-        """Refuses rows that have other losses or gradients in the batch than alone.
+        """Refuse rows that have other losses or gradients in the batch than alone.
 
-        Returns the pass over the batch, and the owners of its draws.
+        Returns:
+            The pass over the batch, and the owners of its draws.
         """
         rows = list(self.alone)
         first = self.alone[rows[0]].draws
@@ -435,7 +444,9 @@ class _Examination:
         given = self._given(range(self.size))
 
         def together() -> _Shown:
-            return self._together(self.batch, Draws(0, False, owners, given, silent=self.silent))
+            return self._together(
+                self.batch, DrawRecorder(0, False, owners, given, silent=self.silent)
+            )
 
         whole = together()
         if self.silent and whole.drew:
@@ -449,7 +460,7 @@ class _Examination:
             whole = together()
         alone = _Shown(
             torch.cat([shown.losses for shown in self.alone.values()]),
-            torch.cat([shown.marks for shown in self.alone.values()]),
+            torch.cat([shown.sketches for shown in self.alone.values()]),
             first,
             self.names,
         )
@@ -467,47 +478,47 @@ class _Examination:
             raise UnsupportedModelError(
                 f"Per-sample gradients differ by more than {self.tolerance.error:g} of their norm "
                 f"from those of plain autograd on one example at a time, for {wrong}. The loss or "
-                f"the model couples the rows of a batch, or treats a row by its place; or {engine} "
-                "computes them wrongly for this model. Compute each loss from its own example "
-                'alone, choose the other engine (engine="functorch" or "layerwise"), or freeze '
-                "these parameters with requires_grad_(False). Nothing was released."
+                f"the model couples the rows of a batch or treats a row by its position, or "
+                f"{engine} does not support this model. Compute each loss from its example alone, "
+                'choose the other engine (engine="functorch" or "layerwise"), or freeze these '
+                "parameters with requires_grad_(False). Nothing was released."
             )
         return whole, owners
 
     def _given(self, rows: Iterable[int]) -> list[list[Values]]:
-        """Returns the numbers that rows get: what they drew alone, or what another one did."""
+        """Return the numbers that rows get: those that they, or another row, drew alone."""
         every = list(self.alone.values())
         return [self.alone.get(row, every[row % len(every)]).values for row in rows]
 
     def _compare_reordered(self, whole: _Shown, owners: list[Owner]) -> None:
-        """Refuses gradients that change with the order of the rows."""
+        """Refuse gradients that change with the order of the rows."""
         turns = torch.randperm(self.size, generator=torch.Generator().manual_seed(1))
         order = torch.empty_like(turns)
         order[turns] = turns.roll(1)  # no row stays where it is
         rows = order.tolist()
-        draws = Draws(0, False, owners, self._given(rows), silent=self.silent)
+        draws = DrawRecorder(0, False, owners, self._given(rows), silent=self.silent)
         shown = self._together(rows_of(self.batch, rows), draws)
         expected = whole.of(rows)
         coupled = self._other_losses(shown.losses, expected.losses)
         if wrong := self._wrong(rows, shown, expected, owners):
             raise UnsupportedModelError(
                 f"Per-sample gradients of {type(self.engine.model).__name__} change with the order "
-                f"of the rows of their batch, for {wrong}: the model sorts its rows (by length, "
-                "say), mixes them, or treats a row by its place, so that a gradient is not known "
-                "to be its row's. Leave the rows in their order, or use engine='functorch', which "
-                "runs each by itself. Nothing was released."
+                f"of the rows of their batch, for {wrong}. The model sorts its rows (by length), "
+                "mixes them, or treats a row by its position, so a gradient may belong to another "
+                "row. Leave the rows in their order, or use engine='functorch', which runs each "
+                "row alone. Nothing was released."
             )
         if coupled:
             raise PrivacyError(COUPLED)
 
     def _under_vmap(self, what: str) -> UnsupportedModelError | None:
-        """Returns why an engine that runs each row by itself is refused; None for other engines."""
+        """Return the error for an engine that runs each row alone; None for other engines."""
         if not self.engine.isolates_samples:
             return None
         return UnsupportedModelError(
             f"{type(self.engine.model).__name__} computes {what} of one example under "
-            "torch.func.vmap than without it: its code asks how it is run, or uses a parameter "
-            "through code that takes no other tensor in its place (a custom autograd.Function). "
+            "torch.func.vmap than without it. Its code depends on how it is run, or uses a "
+            "parameter in code that accepts no other tensor (a custom autograd.Function). "
             'Use engine="layerwise", another attn_implementation, or freeze the parameter with '
             "requires_grad_(False)."
         )
@@ -519,78 +530,83 @@ class _Examination:
     def _wrong(
         self, rows: Sequence[int], shown: _Shown, expected: _Shown, owners: list[Owner]
     ) -> str:
-        """Names the parameters of which a row's gradient differs, by more than rounding.
+        """Return the names of parameters for which a row's gradient differs, as text.
 
-        A gradient counts as rounding if plain autograd gives another one for two copies of the row
-        than for one. The gradient of a pair of equal texts is such a gradient.
+        A gradient is not compared if it consists of rounding errors: if plain autograd gives
+        different gradients for one and for two copies of the row. The gradient of a pair of equal
+        texts is an example.
         """
         losses = expected.losses
         telling = (losses.abs() > self.tolerance.loss) & losses.isfinite()
-        differ = differing(shown.marks, expected.marks, self.tolerance) & telling[:, None]
+        differ = differing(shown.sketches, expected.sketches, self.tolerance) & telling[:, None]
         for at in differ.any(1).nonzero().flatten().tolist():
             if any(owner.row is not None for owner in owners):
                 continue
             row = rows[at]
             one = self.alone[row] if row in self.alone else self._alone(row)
-            draws = Draws(_start(row), False, owners, [one.values] * 2)
+            draws = DrawRecorder(_start(row), False, owners, [one.values] * 2)
             two = self._by_autograd(copies_of(self.batch, 2, row), draws)
-            error, norm = joint_error(one.marks, two.marks)
+            error, norm = joint_error(one.sketches, two.sketches)
             differ[at] &= bool(0 < norm and error <= self.tolerance.error * norm)
         names = [n for n, any_ in zip(self.names, differ.any(0), strict=True) if any_]
         return listed([f"{name} (of {_module_of(self.engine.model, name)})" for name in names])
 
     def _refuse_unused(self, whole: _Shown) -> None:
-        """Refuses parameters that no loss depends on."""
+        """Refuse trainable parameters that no loss depends on."""
         used = {name for shown in self.alone.values() for name in shown.names}
-        moved = whole.marks[..., 0].nan_to_num().sum(0) > 0
+        moved = whole.sketches[..., 0].nan_to_num().sum(0) > 0
         used |= {name for name, moves in zip(self.names, moved, strict=True) if moves}
         used |= self.engine.used_by_value()
         self.engine.refuse_unused(used)
 
 
 def _start(row: int) -> int:
-    """Returns the state of the streams with which a row begins that runs alone."""
+    """Return the seed of the first draw of a row that runs alone."""
     return (row + 1) * _PASS
 
 
 def loss_alone(engine: PerSampleEngine, one: Inputs) -> Tensor:
-    """Returns the loss of one row, or the mean of copies: the model's own, if it has one."""
+    """Return the loss of one row, or the mean over copies of it, a scalar.
+
+    It is the loss that the model returns, if it returns one.
+    """
     if isinstance(engine.loss, ModelLoss):
-        own = engine.loss.of_batch(engine.model, one)
-        if own is not None and own.isfinite():
-            return own
+        returned = engine.loss.of_batch(engine.model, one)
+        if returned is not None and returned.isfinite():
+            return returned
     inputs, labels = split(engine.loss, one)
     return checked(engine.loss(engine.model(**inputs), labels), batch_size_of(one)).mean()
 
 
 COUPLED = (
-    "The loss of one and the same sample changes with the number or the contents of the samples in "
-    "its batch: the loss or the model couples samples, so clipping bounds nothing. Compute each "
-    "loss from that sample alone: divide by its own token count, not by a count over the batch. A "
-    "loss that compares the samples of a batch with each other (contrastive, or a rank) has no "
-    "gradient per sample: compare each with negatives in its own row, or of public data."
+    "The loss of a sample changes with the number or the contents of the other samples in its "
+    "batch. The loss or the model couples samples, so clipping does not bound the influence of "
+    "one. Compute each loss from that sample alone: divide by its own token count, not by a count "
+    "over the batch. A loss that compares the samples of a batch (contrastive, or a rank) has no "
+    "per-sample gradient; compare each sample with negatives in its row or of public data."
 )
-"""Why a loss that depends on the others of a batch is refused."""
+"""The error for a loss that depends on the other samples of a batch."""
 
 
 def _shared(draw: Draw, all_rows: bool) -> str:
-    """Returns why a model with that draw is refused."""
+    """Return the error for a model with that draw."""
     how, what = (
         (
             "once for all samples of a physical batch",
-            "Set the rate of what drops whole layers, or masks or crops alike for a batch, to zero "
-            "where the model is made (layerdrop=0.0, say).",
+            "Switch off layer drop, and masks or crops that a batch shares, when you create the "
+            "model (for example layerdrop=0.0).",
         )
         if all_rows
         else (
-            "for each sample of a physical batch, and has others use them as well (their mean, "
-            "their order, one of them for all)",
-            "Let what is drawn for a sample have an influence on that sample alone.",
+            "for each sample of a physical batch, and uses them for other samples as well (their "
+            "mean, their order, one of them for all)",
+            "Let the random numbers of a sample influence that sample alone.",
         )
     )
     return (
-        f"The model draws random numbers ({draw}) {how}. A further example moves others "
-        f"to another physical batch and so changes what they draw, which no clipping bounds. {what}"
+        f"The model draws random numbers ({draw}) {how}. Adding an example moves others to another "
+        "physical batch and so changes their random numbers, and clipping does not bound that. "
+        f"{what}"
     )
 
 
@@ -603,21 +619,22 @@ _STRICT = {
     low: Tolerance(error, floor=1e-2, loss=0.0, change=0.0)
     for low, error in ((False, 1e-5), (True, 1e-2))
 }
-"""Of passes over batches of one shape, by whether there are numbers of 16 bits."""
+"""Tolerances for two passes of one batch shape; the key is whether the model computes in 16 bits.
+"""
 
 
-# ---- What a model is run with ----
+# ---- Inputs, weights and dropout during an examination ----
 
 
 def _of_other_lengths(engine: PerSampleEngine, batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the batch with every second row shorter, each by another number of positions.
+    """Return the batch with shorter attention masks, of different lengths, in every second row.
 
-    The batch is returned unchanged if it has no attention mask, or the model fails with these.
+    The batch is returned unchanged if it has no attention mask, or if the model fails with them.
     """
     size, shorter = batch_size_of(batch), dict(batch)
     for name, mask in batch.items():
         if name.endswith("attention_mask") and isinstance(mask, Tensor) and mask.dim() == 2:
-            seen = mask.long().cumsum(1)  # how many positions there were up to each
+            seen = mask.long().cumsum(1)  # number of positions up to each
             half, number = seen[:, -1:] // 2, torch.arange(size, device=mask.device)[:, None]
             left = (half + number // 2 % (half - 1).clamp(min=1)).clamp(min=1)
             shorter[name] = torch.where((seen > left) & (number % 2 > 0), 0, mask)
@@ -626,16 +643,16 @@ def _of_other_lengths(engine: PerSampleEngine, batch: dict[str, Any]) -> dict[st
     try:
         with torch.no_grad():
             engine.losses(rows_of(shorter, slice(2)))
-    except Exception:  # what a model asks of its inputs is not known; the masks may be no masks
+    except Exception:  # the model may require other masks
         return batch
     return shorter
 
 
 @contextlib.contextmanager
 def without_zeros(model: nn.Module) -> Iterator[None]:
-    """Lets weights that are all zero hold small public numbers, and puts them back bit for bit.
+    """Replace weights that are all zero by small public numbers inside, and restore them exactly.
 
-    Behind a head of zeros, or in front of one, nothing shows what it is computed from.
+    With a weight of zeros, many gradients are zero, so comparing them would show nothing.
     """
     reshard(model)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -644,7 +661,7 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
             weight = local(parameter)
             if type(weight) not in (Tensor, nn.Parameter):
                 continue  # quantised
-            values = weight.data  # whose version is not that of the weight
+            values = weight.data  # a change of it does not count as a new version of the weight
             if values.is_floating_point() and values.dtype.itemsize > 1 and not values.any():
                 kept.append((values, values.clone()))
                 generator = torch.Generator().manual_seed(crc32(name.encode()))
@@ -657,11 +674,11 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
             values.copy_(zeros)
 
 
-_SMALL = 0.02
+_SMALL = 0.02  # standard deviation of the numbers in place of zero weights
 
 
 class WithoutDropout(TorchFunctionMode):
-    """Lets a model in training mode run without dropout."""
+    """Disable dropout of a model in training mode."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -1,12 +1,13 @@
-"""What the per-sample gradient of each layer type is, as factors.
+"""Rules for the per-sample gradients of layer types, as factors.
 
-A rule knows the layer's mathematics and nothing of projection, clipping or noise. It says what must
-survive the forward pass (``save``) and how the gradients of the layer's parameters follow from that
-and the gradient of the output (``gradients``). A rule is used for one call of one layer, whose
-input and output carry the B samples in the leading dimension, possibly flattened with positions.
+A rule contains the mathematics of a layer type, without projection, clipping or noise. ``save``
+returns the tensor to keep until the backward pass. ``gradients`` computes the gradients of the
+layer's parameters from this tensor and the gradient of the output. A rule is used for one call of
+one layer, whose input and output have the B samples in the leading dimension, possibly flattened
+with positions.
 
-To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module that
-owns trainable parameters gets the generic rule, of ``passes``: it runs under ``torch.func.vmap``.
+To add a layer type, write a ``LayerRule`` under ``@layer_rule(TheType)``. Any other module with
+trainable parameters gets the generic rule of ``passes``: it runs under ``torch.func.vmap``.
 
 Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
 """
@@ -32,31 +33,37 @@ RECOMPUTABLE = {
     *(activations.GELUActivation, activations.NewGELUActivation, activations.FastGELUActivation),
     *(activations.QuickGELUActivation, activations.GELUTanh, activations.SiLUActivation),
 }
-"""Activation functions that are cheap and keep their input: a layer behind one may compute its own
-input anew instead of keeping it as well. ReLU and tanh are not among them: they keep their
+"""Cheap activation functions for which autograd stores the input. A layer behind one may compute
+its own input again instead of storing it. ReLU and tanh are left out, because autograd stores their
 output."""
 
 
 class LayerRule:
-    """How one layer type's parameters get their per-sample gradients."""
+    """The per-sample gradients of one layer type's parameters."""
 
     saves: ClassVar[str | None] = None
-    """Which factor of the weight's ``Factored`` gradient ``save`` returns: ``rows`` or ``cols``. A
-    factor that is to be projected is projected at once, and only (B, T, r) survives the forward
-    pass."""
+    """The factor of the weight's ``Factored`` gradient that ``save`` returns: ``rows`` or ``cols``.
+    If this factor is projected, only its projection (B, T, r) is kept until the backward pass."""
 
     def applies(self, layer: Any) -> bool:
-        """Returns whether the rule is exact for this layer, as configured."""
+        """Whether the rule is exact for this layer, as configured."""
         return True
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        """Returns the one tensor that must survive the forward pass."""
+        """Return the tensor to keep until the backward pass."""
         return layer_input
 
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
-        """Returns the gradient of each parameter, under the name it has in the layer."""
+        """Return the gradient of each parameter, by its name in the layer.
+
+        Args:
+            layer: the layer.
+            saved: the result of ``save``.
+            grad_output: the gradient of the layer's output.
+            batch_size: B.
+        """
         raise NotImplementedError
 
 
@@ -64,12 +71,14 @@ RULES: dict[type[nn.Module], LayerRule] = {}
 
 
 def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[LayerRule]]:
-    """Registers a rule for layer types (exact types: a subclass may compute something else)."""
+    """Register a rule for layer types (exact types: a subclass may compute something else)."""
 
     def register(rule: type[LayerRule]) -> type[LayerRule]:
         for layer_type in types:
             if layer_type in RULES:
-                raise ValueError(f"{layer_type.__name__} has a rule already")
+                raise ValueError(
+                    f"{layer_type.__name__} has a rule already. Register one rule for each type."
+                )
             RULES[layer_type] = rule()
         return rule
 
@@ -77,21 +86,21 @@ def layer_rule(*types: type[nn.Module]) -> Callable[[type[LayerRule]], type[Laye
 
 
 def rule_for(layer: nn.Module) -> LayerRule | None:
-    """Returns the closed-form rule of a layer, or None where only the generic rule is exact."""
+    """Return the closed-form rule of a layer; None if only the generic rule is exact."""
     if not {name for name, _ in layer.named_parameters(recurse=False)} <= {"weight", "bias"}:
-        return None  # somebody gave the layer a parameter that its rule does not know
+        return None  # the layer has a further parameter, which the rule does not support
     rule = RULES.get(type(layer))
     if rule is None and type(layer).forward is nn.Linear.forward:
         rule = RULES[nn.Linear]
     if rule is None and isinstance(layer, nn.Embedding):
-        rule = RULES[nn.Embedding]  # applied where the subclass calls functional.embedding
+        rule = RULES[nn.Embedding]  # applies to each call of functional.embedding
     if rule is None and type(layer).__name__.endswith(("RMSNorm", "LayerNorm")):
-        rule = RULES[nn.RMSNorm]  # T5's LayerNorm is one; the rule proves it before it applies
+        rule = RULES[nn.RMSNorm]  # T5's LayerNorm is an RMSNorm; ``applies`` tests the formula
     return rule if rule is not None and rule.applies(layer) else None
 
 
 def refuse_coupling(path: str, layer: nn.Module) -> None:
-    """Refuses a layer in which one sample's output depends on another sample."""
+    """Refuse a layer in which one sample's output depends on another sample."""
     kind = type(layer).__name__
     name = f"{path or 'the model'}: {kind}"
     if isinstance(layer, nn.modules.batchnorm._BatchNorm):
@@ -107,10 +116,10 @@ def refuse_coupling(path: str, layer: nn.Module) -> None:
         )
     if kind == "NystromformerSelfAttention" and layer.num_landmarks != layer.seq_len:
         raise UnsupportedModelError(
-            f"{name} with {layer.num_landmarks=} of {layer.seq_len=} positions inverts a matrix by "
-            "iterations, which begin at one that is divided by a maximum over the whole batch. Set "
-            "num_landmarks to segment_means_seq_len in the config: attention is then the exact one "
-            "that landmarks approximate, with the same weights."
+            f"{name} with {layer.num_landmarks=} of {layer.seq_len=} positions inverts a matrix "
+            "iteratively. The first iterate is divided by a maximum over the whole batch. Set "
+            "num_landmarks to segment_means_seq_len in the config: the layer then computes the "
+            "exact attention that landmarks approximate, with the same weights."
         )
 
 
@@ -132,7 +141,7 @@ class LinearRule(LayerRule):
 
 @layer_rule(Conv1D)
 class Conv1DRule(LinearRule):
-    """GPT-2's ``y = x W + b`` with W stored (in, out): the factors of a linear layer, swapped."""
+    """``y = x W + b`` with W stored as (in, out) (GPT-2): a linear layer with swapped factors."""
 
     saves = "rows"
 
@@ -145,7 +154,7 @@ class Conv1DRule(LinearRule):
 
 @layer_rule(nn.Embedding)
 class EmbeddingRule(LayerRule):
-    """A table look-up: only the rows that were looked up have a gradient."""
+    """An embedding table: only the rows that were looked up have a gradient."""
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
         return layer_input.reshape(batch_size, -1)  # (B, T)
@@ -154,17 +163,17 @@ class EmbeddingRule(LayerRule):
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Single]:
         values = by_sample(grad_output, batch_size)  # (B, T, n)
-        if layer.padding_idx is not None:  # its row is a constant, as in autograd
+        if layer.padding_idx is not None:  # this row is a constant, as in autograd
             values = values.masked_fill((saved == layer.padding_idx)[:, :, None], 0)
         return {"weight": SparseRows(saved, values, layer.num_embeddings)}
 
 
 @layer_rule(nn.LayerNorm)
 class LayerNormRule(LayerRule):
-    """``y = normalised(x) * w + b``; the normalised input is recomputed, so only x is kept."""
+    """``y = normalised(x) * w + b``; only x is kept, and the normalised input is recomputed."""
 
     def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
-        """Returns the factor of w, of the input's shape, float32, as a new tensor."""
+        """Return the normalised input, of the input's shape, float32, as a new tensor."""
         return functional.layer_norm(layer_input.float(), layer.normalized_shape, eps=layer.eps)
 
     def gradients(
@@ -180,18 +189,19 @@ class LayerNormRule(LayerRule):
 class RMSNormRule(LayerNormRule):
     """``y = x / rms(x) * w``, or ``* (1 + w)``, over the last dimension.
 
-    Transformers defines one such class per model family. A class is taken for one by its name and
-    then proved to be one: on inputs of two sizes it must equal the formula, else the generic rule
-    is used.
+    Transformers defines such a class for each model family. They are recognised by name. The rule
+    applies only if the layer equals the formula on inputs of two scales.
     """
 
     def applies(self, layer: Any) -> bool:
         return self.offset(layer, layer.forward) is not None
 
     def offset(self, layer: Any, forward: Callable[..., Any]) -> float | None:
-        """Returns what the layer adds to w, 0 or 1, by evaluating it and the formula.
+        """Return the constant that the layer adds to w, 0 or 1; None if the formula does not fit.
 
-        None if it computes something else.
+        Args:
+            layer: the layer.
+            forward: its forward, which is evaluated on test inputs.
         """
         parameters = dict(layer.named_parameters(recurse=False))
         if set(parameters) != {"weight"} or layer.weight.dim() != 1:
@@ -201,12 +211,12 @@ class RMSNormRule(LayerNormRule):
         eps = vars(layer).get("variance_epsilon", vars(layer).get("eps")) or 1e-6
         line = torch.linspace(-1, 1, 2 * layer.weight.numel(), device=layer.weight.device)
         rows = line.reshape(2, -1)
-        probe = torch.cat([rows, eps**0.5 * rows]).to(layer.weight.dtype)  # eps matters in two rows
-        weight = rows[1].to(layer.weight.dtype) + 0.5  # its own may be all zeros
+        probe = torch.cat([rows, eps**0.5 * rows]).to(layer.weight.dtype)  # the last two test eps
+        weight = rows[1].to(layer.weight.dtype) + 0.5  # the layer's weight may be all zeros
         with torch.no_grad():
             try:
                 output = call_with(layer, forward, {id(layer.weight): weight}, (probe,), {})
-            except TypeError:  # it needs more than the input, a gate for example
+            except TypeError:  # the layer needs a further argument, such as a gate
                 return None
             factor, weight = self.normalised(layer, probe), weight.float()
         tolerance = {"rtol": 2 * torch.finfo(probe.dtype).eps ** 0.75, "atol": 1e-6}
@@ -217,30 +227,30 @@ class RMSNormRule(LayerNormRule):
         return None
 
     def eps(self, layer: Any, dtype: torch.dtype) -> float:
-        """Returns what is added to the mean square of an input of that type."""
+        """Return the constant that is added to the mean square of an input of that dtype."""
         eps: float | None = vars(layer).get("variance_epsilon", vars(layer).get("eps"))
-        if eps is None:  # torch's RMSNorm: the machine epsilon of the type it computes in
+        if eps is None:  # torch's RMSNorm uses the machine epsilon of the dtype it computes in
             return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
         return eps
 
     def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
-        """Returns ``x / rms(x)``, of the input's shape, float32, as a new tensor."""
+        """Return ``x / rms(x)``, of the input's shape, float32, as a new tensor."""
         x, eps = layer_input.float(), self.eps(layer, layer_input.dtype)
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
 @layer_rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 class ConvolutionRule(LayerRule):
-    """A convolution: a linear layer over patches (n = in * kh * kw), or its own backward pass.
+    """A convolution, as a linear layer over patches or by one backward convolution.
 
-    Patches that do not overlap, of an image in one group (the embedding of a vision transformer),
-    are the columns of a linear layer. In general the patches would take kh * kw times the input's
-    memory, so the gradients of all samples come from one backward convolution, in which every
-    sample is a group.
+    A 2-d convolution with patches that do not overlap and one group (the embedding of a vision
+    transformer) is a linear layer over patches (n = in * kh * kw). In general the patches would
+    take kh * kw times the input's memory. Then the gradients of all samples come from one backward
+    convolution, in which every sample is a group.
     """
 
     def applies(self, layer: Any) -> bool:
-        """Returns whether what is outside of the input counts as zero."""
+        """Whether the layer pads with zeros."""
         return layer.padding_mode == "zeros"
 
     def gradients(
@@ -257,20 +267,20 @@ class ConvolutionRule(LayerRule):
         return {"weight": weight, "bias": Dense(rows.sum(1, dtype=torch.float32))}
 
     def _patches(self, layer: Any, saved: Tensor, batch_size: int) -> Tensor:
-        """Returns the patches of each sample, (B, places, n)."""
-        padding = 0 if isinstance(layer.padding, str) else layer.padding  # strided: not "same"
+        """Return the patches of each sample, (B, places, n)."""
+        padding = 0 if isinstance(layer.padding, str) else layer.padding  # "same" allows no stride
         patches = functional.unfold(
             saved, layer.kernel_size, layer.dilation, padding, layer.stride
         )  # (b, n, places)
         return patches.transpose(1, 2).reshape(batch_size, -1, patches.shape[1])
 
     def _dense(self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int) -> Tensor:
-        """Returns the weight's gradient of each sample, (B, *weight), from one convolution."""
+        """Return the weight's gradient of each sample, (B, *weight), from one convolution."""
         padding = layer.padding
-        if isinstance(padding, str):  # all of it is put into the input
+        if isinstance(padding, str):  # pad the input explicitly
             saved = functional.pad(saved, layer._reversed_padding_repeated_twice)
             padding = (0,) * len(layer.kernel_size)
-        each = len(saved) // batch_size  # images of one sample, whose gradients add up
+        each = len(saved) // batch_size  # images per sample, whose gradients add up
         images = saved.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
         grads = grad_output.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
         m, *rest = layer.weight.shape
@@ -278,7 +288,7 @@ class ConvolutionRule(LayerRule):
         gradient = torch.ops.aten.convolution_backward(
             grads,  # (each, B * m, ...)
             images.to(grads.dtype),  # (each, B * channels, ...)
-            grads.new_zeros(()).expand(shape),  # the weight, of which only the shape is read
+            grads.new_zeros(()).expand(shape),  # the weight; only its shape is read
             None,
             layer.stride,
             padding,

@@ -1,4 +1,4 @@
-"""Follow what a pass computes of positions that it selects by their values."""
+"""Tracking of tensors that depend on positions which were selected by value."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from torch.utils._pytree import tree_leaves
 
 
 class Selections(TorchDispatchMode):
-    """Follows what a pass computes of positions that it selects by their values.
+    """Track the tensors of a pass that depend on positions which were selected by value.
 
-    How many they are varies with the values, and so does what a row of such a tensor belongs to.
-    Once the program reads a number or the size of such a tensor, it may use that anywhere.
+    The number of selected positions depends on the values, and so does the sample that a row of
+    such a tensor belongs to. After the program has read a number or the size of such a tensor,
+    every tensor may depend on it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._memory: dict[int, StorageWeakRef] = {}  # which outlives no tensor
+        self._memory: dict[int, StorageWeakRef] = {}  # storages of the tracked tensors
         self._everything = False
         self._reads = _Reads(self)
 
@@ -35,16 +36,16 @@ class Selections(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def reach(self, value: Any) -> bool:
-        """Returns whether a tensor was, or may have been, computed of selected positions."""
+        """Whether a value may depend on selected positions."""
         if self._everything or not isinstance(value, Tensor):
             return self._everything
-        if value.layout is not torch.strided:  # it has no memory of one piece
+        if value.layout is not torch.strided:  # it has no single storage
             return True
-        known = self._memory.get(value.untyped_storage()._cdata)
-        return known is not None and not known.expired()
+        storage = self._memory.get(value.untyped_storage()._cdata)
+        return storage is not None and not storage.expired()
 
     def note_read(self, value: Any) -> None:
-        """Notes that the program has seen the numbers of a tensor."""
+        """Record that the program has read numbers of a tensor."""
         self._everything |= self.reach(value)
 
     def __torch_dispatch__(
@@ -65,7 +66,7 @@ class Selections(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Notices what dispatch does not show: a list or an array of a tensor, and how large it is."""
+    """Record reads that dispatch does not show: conversion to a list or an array, and sizes."""
 
     def __init__(self, selections: Selections) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""Runs a module for many samples with weights ``W + lift(z_i)`` at z = 0, without forming the sums.
+"""Stand-ins for weights ``W + lift(z_i)`` at z = 0 under vmap, without forming the sums.
 
-The per-sample gradient of a weight is the derivative of one sample's loss in that sample's
-coordinates z. Under ``torch.func.vmap`` that would take B copies ``W + lift(z_i)`` of each weight,
-although z is zero and all of them are W. So a weight is handed to the module's code as a stand-in:
+The per-sample gradient of a weight is the derivative of one sample's loss in the coordinates z of
+that sample. Under ``torch.func.vmap`` this would take B copies ``W + lift(z_i)`` of each weight,
+although z is zero and all of them equal W. So the module's code receives a stand-in for the weight:
 
 * ``linear``, ``addmm``, ``embedding``, ``layer_norm`` and convolutions are linear in the weight.
   Their value is computed from W, for all samples at once, and a node at the output computes the
   derivative in z.
-* Anything else that is done with the weight is done with the sum, formed when first asked for.
+* Any other operation uses the sum ``W + lift(z)``, which is formed at its first use.
 
-Which of the two happens depends on the operation, not on the module that owns the weight: a tied
-weight, a subclass of ``nn.Linear`` and a use outside the owner's forward get exact derivatives.
+The operation decides, and not the module that owns the weight. So derivatives are also exact for a
+tied weight, a subclass of ``nn.Linear`` and a use outside the owner's forward.
 
 Shapes: B samples, T positions sharing the weight, m x n the weight as stored, r rank. A sample's
 own tensors may have any dimensions before the last.
@@ -44,22 +44,22 @@ def call_in_coordinates(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Returns one sample's ``forward(*args, **kwargs)`` with parameters ``W + lift(z)`` at z = 0.
+    """Return one sample's ``forward(*args, **kwargs)`` with parameters ``W + lift(z)`` at z = 0.
 
-    To be called inside one ``torch.func.vmap`` over the samples, whose result is differentiated in
-    z by ``torch.autograd`` from outside. The derivative at zero is exact; W itself is detached.
+    Call it inside one ``torch.func.vmap`` over the samples, and differentiate the result of vmap in
+    z by ``torch.autograd``. The derivative at zero is exact; W itself is detached.
 
     Args:
         module: the module whose parameters are replaced during the call.
-        forward: what to call: ``module.forward``, or anything that runs the module.
+        forward: the function to call: ``module.forward``, or a function that runs the module.
         coordinates: the module's name of a parameter -> its coordinates, which are zero, require
             grad and are an argument that vmap maps over. Children's parameters have dotted names;
-            a weight with several names counts under one.
-        projectors: the same names -> projectors, for the parameters that are projected.
-        record: receives, during the backward pass, what is better not computed as the gradient of
-            z: name and gradient of one look-up in a table (``SparseRows``) or of one product with
-            an unprojected matrix (``Factored``). The gradient of a weight is the sum of what was
-            recorded and of the gradient of its z, if there is one.
+            a weight with several names appears under one of them.
+        projectors: the same names -> projectors, for the projected parameters.
+        record: receives gradients during the backward pass that are too large as gradients of z:
+            name and gradient of one look-up in a table (``SparseRows``) or of one product with an
+            unprojected matrix (``Factored``). The gradient of a weight is the sum of the recorded
+            gradients and of the gradient of its z, if there is one.
         args: positional arguments of ``forward``.
         kwargs: keyword arguments of ``forward``.
     """
@@ -79,17 +79,25 @@ def call_for_one(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Returns what ``call_in_coordinates`` does, outside vmap: for any code, one sample at a time.
+    """Do the same as ``call_in_coordinates`` for one sample, outside vmap and for any code.
 
-    A weight is then its own value, of which autograd computes the whole gradient of one sample; the
-    gradient in z is its projection. Arguments are as there, with coordinates of this sample.
+    Autograd computes the full gradient of each weight for this sample, and the gradient in z is its
+    projection.
+
+    Args:
+        module: as in ``call_in_coordinates``.
+        forward: as in ``call_in_coordinates``.
+        coordinates: as in ``call_in_coordinates``, of this sample.
+        projectors: as in ``call_in_coordinates``.
+        args: positional arguments of ``forward``.
+        kwargs: keyword arguments of ``forward``.
     """
     weights = dict(module.named_parameters())
-    own: dict[int, Tensor] = {
-        id(weights[name]): _Own.apply(z, weights[name].detach(), projectors.get(name))
+    at_zero: dict[int, Tensor] = {
+        id(weights[name]): _WeightAtZero.apply(z, weights[name].detach(), projectors.get(name))
         for name, z in coordinates.items()
     }
-    return call_with(module, forward, own, args, kwargs)
+    return call_with(module, forward, at_zero, args, kwargs)
 
 
 def call_with(
@@ -99,8 +107,16 @@ def call_with(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls with other tensors for some parameters, by their ids, under all of their names."""
-    # One entry for each place that holds a weight: a module that is reached by two paths is one.
+    """Call a function while some parameters of a module are replaced, under all of their names.
+
+    Args:
+        module: the module.
+        forward: the function.
+        replacements: id of a parameter -> the tensor in its place.
+        args: positional arguments of ``forward``.
+        kwargs: keyword arguments of ``forward``.
+    """
+    # One entry for each module that holds a weight, even if two paths lead to the module.
     places = {
         ".".join(filter(None, ["module", path, local])): replacements[id(parameter)]
         for path, owner in module.named_modules()
@@ -112,7 +128,7 @@ def call_with(
 
 
 def zero_coordinates(weight: Tensor, projector: Projector | None, batch_size: int) -> Tensor:
-    """Returns zero coordinates of a weight for each sample, (B, ...), which take no memory."""
+    """Return zero coordinates of a weight for each sample, (B, ...), which take no memory."""
     shape = projector.coordinate_shape(weight.shape) if projector else weight.shape
     zero = torch.zeros((), device=weight.device)
     return zero.expand(batch_size, *shape).requires_grad_()
@@ -121,7 +137,7 @@ def zero_coordinates(weight: Tensor, projector: Projector | None, batch_size: in
 def outside_vmap(
     batched: Tensor, function: Callable[..., tuple[Tensor, int | None]], *tensors: Tensor | None
 ) -> Tensor:
-    """Calls a function on the tensors of all samples, from inside vmap over the samples.
+    """Call a function on the tensors of all samples, from inside vmap over the samples.
 
     Args:
         batched: any tensor that vmap maps over.
@@ -140,7 +156,7 @@ class _Outside(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Does nothing: the function's own operations are differentiated."""
+        """Do nothing: the operations of the function are differentiated."""
 
     @staticmethod
     def vmap(
@@ -156,8 +172,8 @@ class _Outside(torch.autograd.Function):
         return function(*map(of_all, tensors, in_dims[2:]))
 
 
-class _Own(torch.autograd.Function):
-    """A weight, as ``W + lift(z)`` at z = 0."""
+class _WeightAtZero(torch.autograd.Function):
+    """``W + lift(z)`` at z = 0."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, weight: Tensor, projector: Projector | None) -> Tensor:
@@ -172,7 +188,7 @@ class _Own(torch.autograd.Function):
 
 
 class _Call(nn.Module):
-    """Lets ``functional_call`` replace the parameters of a module and call something else."""
+    """A module whose forward calls a function, for ``functional_call``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -190,7 +206,7 @@ METADATA = {
         for name in ("shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_meta", "itemsize")
     ),
 }
-"""What is known of a weight whatever its numbers are."""
+"""Methods and attributes of a weight that do not depend on its values."""
 
 _REQUIRES_GRAD = vars(Tensor.__base__)["requires_grad"].__get__
 
@@ -214,7 +230,7 @@ class _StandIn(Tensor):
         projector: Projector | None,
         record: Record,
     ) -> _StandIn:
-        """Returns the stand-in of a parameter."""
+        """Return the stand-in of a parameter."""
         weight = parameter.detach()
         self = weight.as_subclass(cls)
         self.weight, self.label, self.z = weight, label, z
@@ -222,13 +238,13 @@ class _StandIn(Tensor):
         return self
 
     def formed(self) -> Tensor:
-        """Returns ``W + lift(z)``."""
+        """Return ``W + lift(z)``."""
 
         def compute(z: Tensor) -> tuple[Tensor, int]:
             delta = self.projector.lift(z) if self.projector else z
             return self.weight + delta.to(self.weight.dtype), 0
 
-        if not torch.is_grad_enabled():  # such a sum has no derivative: it is not for later uses
+        if not torch.is_grad_enabled():  # this sum has no derivative, so it is not kept
             return outside_vmap(self.z, compute, self.z)
         if self._sum is None:
             self._sum = outside_vmap(self.z, compute, self.z)
@@ -255,7 +271,7 @@ class _StandIn(Tensor):
 
 
 class AtZero(torch.autograd.Function):
-    """The identity, and the derivative of a term that is linear in coordinates which are zero.
+    """The identity, with the derivative of an added term that is linear in zero coordinates.
 
     ``derivative(grad_output, saved)`` returns one gradient for each of the coordinates.
     """
@@ -266,7 +282,7 @@ class AtZero(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(saved)
         ctx.derivative = derivative
-        return output.detach()  # an alias but no autograd view: in-place operations may follow
+        return output.detach()  # no autograd view, so that in-place operations may follow
 
     @staticmethod
     @once_differentiable
@@ -279,18 +295,18 @@ def _plain(weight: Any) -> Any:
 
 
 def _computed(weight: Any) -> bool:
-    """Returns whether a weight was computed from others, so that each sample has one of its own."""
+    """Whether a weight was computed from other weights, so that it differs between samples."""
     batched: bool = isinstance(weight, Tensor) and not isinstance(weight, _StandIn)
     return batched and torch._C._functorch.is_batchedtensor(weight)
 
 
 def _moving(*weights: Any) -> list[Tensor]:
-    """Returns the coordinates of those weights that have some."""
+    """Return the coordinates of the stand-ins among some weights."""
     return [weight.z for weight in weights if isinstance(weight, _StandIn)]
 
 
 def _positions(tensor: Tensor, last: int = 1) -> Tensor:
-    """Returns (B, ..., *last) as (B, T, *last), for any number of last dimensions."""
+    """Return (B, ..., *last) as (B, T, *last), for any number of last dimensions."""
     end = tensor.dim() - last
     return tensor.reshape(len(tensor), tensor.shape[1:end].numel(), *tensor.shape[end:])
 
@@ -298,7 +314,7 @@ def _positions(tensor: Tensor, last: int = 1) -> Tensor:
 def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
 ) -> Tensor | None:
-    """``y = b + x W``, as in GPT-2's ``Conv1D``: a linear layer whose weight is W^T."""
+    """Return ``b + x W``, as in GPT-2's ``Conv1D``: a linear layer with weight W^T."""
     if input.dim() != 1 or (beta, alpha, out) != (1, 1, None):
         return None
     return _product(mat1, mat2, input, transposed=True)
@@ -307,10 +323,10 @@ def _addmm(
 def _product(
     input: Tensor, weight: Any, bias: Any = None, *, transposed: bool = False
 ) -> Tensor | None:
-    """Returns ``x M^T + b`` where M is W or, if transposed, W^T, so that its coordinates are Z^T.
+    """Return ``x M^T + b``, where M is W, or W^T if ``transposed`` (its coordinates are then Z^T).
 
-    On the right side of M, ``x (M + Z P^T)^T = x M^T + (x P) Z^T``; on its left side,
-    ``x (M + P Z)^T = x M^T + (x Z^T) P^T``.
+    With a projection on the right side of M, ``x (M + Z P^T)^T = x M^T + (x P) Z^T``. With one on
+    the left side, ``x (M + P Z)^T = x M^T + (x Z^T) P^T``.
     """
     if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
         return None
@@ -335,7 +351,7 @@ def _product(
         matrix = _plain(weight).T if transposed else _plain(weight)
         saved = x.detach()
         if before:
-            saved = saved @ before.matrix.to(saved.dtype)  # while x is in the cache
+            saved = saved @ before.matrix.to(saved.dtype)  # here, because x is in the cache
         output = functional.linear(x, matrix, _plain(bias))
         return AtZero.apply(output, saved, derivative, *coordinates), 0
 
@@ -352,7 +368,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor | None:
-    """``y_t = W[index_t]``."""
+    """Return ``y_t = W[index_t]``."""
     projector: Projector | None = weight.projector
     if max_norm is not None or scale_grad_by_freq:
         return None
@@ -360,11 +376,11 @@ def _embedding(
 
     def derivative(grad: Tensor, indices: Tensor) -> tuple[Tensor | None]:
         indices, values = _positions(indices, last=0), _positions(grad)
-        if padding_idx is not None:  # its row is a constant, as in autograd
+        if padding_idx is not None:  # this row is a constant, as in autograd
             padding = indices == padding_idx % num_rows
             values = values.masked_fill(padding[:, :, None], 0)
         if projector is not None and projector.side is Side.LEFT:
-            picked = projector.matrix.to(values.dtype)[indices]  # G's rows are one-hot in P^T G
+            picked = projector.matrix.to(values.dtype)[indices]  # P^T G is a look-up of rows of P
             return (Factored(picked, values).dense().values,)
         values = values if projector is None else projector.project(values)
         weight.record(weight.label, SparseRows(indices, values, num_rows))
@@ -380,7 +396,7 @@ def _embedding(
 def _layer_norm(
     input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Tensor | None:
-    """``y = n(x) w + b``; the normalised input is computed again, so only x is kept."""
+    """Return ``n(x) w + b``; only x is kept, and the normalised input is recomputed."""
     if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
         return None
     dims = len(normalized_shape)
@@ -403,7 +419,7 @@ def _layer_norm(
 
 
 def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor | None]:
-    """Returns a convolution over that many dimensions, with a backward pass for each sample."""
+    """Return a convolution over ``dims`` dimensions, with a backward pass for each sample."""
 
     def operation(
         input: Tensor,
@@ -427,24 +443,24 @@ def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Te
                 each = zip(
                     grad.chunk(batch_size), images.to(grad.dtype).chunk(batch_size), strict=True
                 )
-                own = (
+                of_samples = (
                     torch.ops.aten.convolution_backward(
                         g, x, kernel, None, *sizes, False, [0] * dims, groups, (False, True, False)
                     )[1]
                     for g, x in each
                 )
-                found.append(torch.stack([*own]))
+                found.append(torch.stack([*of_samples]))
             if isinstance(bias, _StandIn):
-                own_places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
-                found.append(own_places.sum((1, 3), dtype=torch.float32))
+                places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
+                found.append(places.sum((1, 3), dtype=torch.float32))
             return tuple(found)
 
         def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
             sample = x.shape[: -dims - 1]  # (B,) or (B, b)
             images = x.reshape(-1, *x.shape[-dims - 1 :])
             output = function(images, _plain(weight), _plain(bias), *sizes, groups)
-            own = partial(derivative, batch_size=len(x))
-            output = AtZero.apply(output, images.detach(), own, *coordinates)
+            of_batch = partial(derivative, batch_size=len(x))
+            output = AtZero.apply(output, images.detach(), of_batch, *coordinates)
             return output.unflatten(0, sample), 0
 
         coordinates = _moving(weight, bias)

@@ -1,11 +1,10 @@
-"""Gradients of privacy units: those of a unit's examples, added up before there is any norm.
+"""Gradients of privacy units: the sums of the gradients of each unit's examples, before clipping.
 
-An engine around an engine. The inner one computes the gradients of examples; this one hands on the
-gradients of units, so that what clips and sums sees a batch of units and needs not know of
-examples. Nothing is approximated: a unit's gradient is the sum of its examples' gradients, and the
-norm is that of the sum, in whatever form the gradients are.
+A wrapper of an engine. The inner engine computes the gradients of examples, and the wrapper returns
+the gradients of units, so the mechanism sees a batch of units. Nothing is approximated: the norm of
+the sum of a unit's gradients is exact, for all representations of gradients.
 
-Shapes: B examples in the physical batch, U units, whose rows lie next to each other.
+Shapes: B examples in the physical batch, U units, whose rows are next to each other.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.projections import Projector
 
 UNIT_OF_ROW = "privacy_unit_of_row"
-"""Under this name a physical batch has, for each row, which of its units that row belongs to."""
+"""The name of the entry of a physical batch that has the number of each row's unit, (B,)."""
 
 
 @dataclass(frozen=True)
 class UnitSum(PerSampleGradient):
-    """The gradients of units, each the sum of some of the gradients of examples.
+    """The gradients of units, each the sum of the gradients of consecutive examples.
 
-    The sums are not materialised: positions of a unit's examples count as positions of one sample,
-    so that what was factored, or sparse, stays it.
+    The sums are not materialised: the positions of a unit's examples count as positions of one
+    sample, so factored and sparse gradients keep their form.
     """
 
-    examples: PerSampleGradient  # of B examples
-    sizes: tuple[int, ...]  # U numbers of examples, in their order; B together
+    examples: PerSampleGradient  # the gradients of B examples
+    sizes: tuple[int, ...]  # (U,), number of examples of each unit; the sum is B
 
     @property
     def shape(self) -> torch.Size:
@@ -54,7 +53,7 @@ class UnitSum(PerSampleGradient):
         return torch.cat([summed.squared_norm() for summed in self._sums()])
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Adds ``sum_u factors[u] * gradient_u`` to ``total``: a unit's examples share a factor."""
+        """Add ``sum_u factors[u] * gradient_u`` to ``total``: a unit's examples share a factor."""
         sizes = torch.tensor(self.sizes, dtype=torch.long, device=factors.device)
         of_examples = factors.repeat_interleave(sizes, output_size=sum(self.sizes))
         self.examples.add_weighted_sum_(total, of_examples)
@@ -63,7 +62,7 @@ class UnitSum(PerSampleGradient):
         return torch.cat([summed.products(factors) for summed in self._sums()])
 
     def select(self, samples: Tensor | slice) -> UnitSum:
-        """Returns the gradients of the units that a mask or a slice chooses."""
+        """Return the gradients of the units that a mask or a slice chooses."""
         sizes = torch.tensor(self.sizes)
         chosen = torch.zeros(len(self.sizes), dtype=torch.bool)
         chosen[samples.cpu() if isinstance(samples, Tensor) else samples] = True
@@ -71,14 +70,14 @@ class UnitSum(PerSampleGradient):
         return UnitSum(self.examples.select(rows), tuple(sizes[chosen].tolist()))
 
     def cheapest(self) -> Dense | UnitSum:
-        """Returns dense gradients added up, where there is no other form to keep."""
+        """Return the sums of dense gradients; other forms are returned unchanged."""
         if not isinstance(self.examples, Dense):
             return self
         sums = [summed.values for summed in self._sums() if isinstance(summed, Dense)]
         return Dense(sums[0] if len(sums) == 1 else torch.cat(sums))
 
     def _sums(self) -> Iterator[PerSampleGradient]:
-        """Yields the sums of consecutive units of one size each, without copies of factors."""
+        """Yield the sums of consecutive units of equal size, without copies of factors."""
         first = 0
         for size, group in groupby(self.sizes):
             last = first + sum(group)
@@ -87,7 +86,7 @@ class UnitSum(PerSampleGradient):
 
 
 def _summed(examples: PerSampleGradient, size: int) -> PerSampleGradient:
-    """Returns the sum of every ``size`` consecutive gradients, in the form that they have."""
+    """Return the sum of every ``size`` consecutive gradients, in the form that they have."""
     if isinstance(examples, GradientSum):
         return GradientSum(tuple(_summed_single(part, size) for part in examples.parts))
     assert isinstance(examples, Single)
@@ -108,23 +107,21 @@ def _summed_single(examples: Single, size: int) -> Single:
 
 
 class UnitEngine(OuterEngine):
-    """Hands on the gradients of units where another engine computes those of examples.
+    """Wrapper of an engine that returns the gradients of privacy units.
 
-    Its batches say under ``UNIT_OF_ROW`` which unit each row belongs to. Losses stay those of
-    examples.
+    Its batches contain ``UNIT_OF_ROW``, the unit of each row. It returns the losses of examples.
 
     Args:
-        examples: computes losses and gradients of examples.
+        examples: the engine, which computes losses and gradients of examples.
 
     Raises:
-        PrivacyError: when called, if a batch does not say whose its rows are, or a row is not an
-            example.
+        PrivacyError: when called, if a batch has no units of its rows, or a row is not an example.
     """
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, Gradients]:
-        """Returns losses (B,) of examples and gradients of units by parameter name (sensitive)."""
+        """Return losses (B,) of examples and gradients of units by parameter name (sensitive)."""
         examples, sizes = _split(inputs)
         losses, gradients = self.examples(examples, projectors)
         return losses, _of_units(gradients, sizes)
@@ -132,17 +129,17 @@ class UnitEngine(OuterEngine):
     def stream(
         self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
     ) -> Tensor:
-        """Hands out the gradients of one group after another; returns losses (B,) of examples."""
+        """Pass the gradients of units, group by group, to consumers; return losses of examples."""
         examples, sizes = _split(inputs)
 
         def summing(consume: Consume) -> Consume:
-            return lambda found: consume(_of_units(found, sizes))
+            return lambda gradients: consume(_of_units(gradients, sizes))
 
         return self.examples.stream(examples, projectors, *map(summing, consumers))
 
 
 def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:
-    """Returns the gradients of units; those of examples are freed one by one."""
+    """Return the gradients of units, and free the gradients of examples one by one."""
     if all(size == 1 for size in sizes):
         return gradients
     if isinstance(gradients, FlatGradients):
@@ -164,23 +161,24 @@ def _each_of_units(
 
 
 def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
-    """Returns a batch without whose its rows are, and how many of them each unit has."""
+    """Return a batch without ``UNIT_OF_ROW``, and the number of rows of each unit."""
     if UNIT_OF_ROW not in inputs:
         raise PrivacyError(
-            f"The batch has no {UNIT_OF_ROW!r}, which says whose its rows are. Collate it with a "
-            "UnitCollator."
+            f"The batch has no {UNIT_OF_ROW!r}, so the unit of each row is not known. Collate it "
+            "with a UnitCollator."
         )
     groups = [(unit, len(list(rows))) for unit, rows in groupby(inputs[UNIT_OF_ROW].tolist())]
     if [unit for unit, _ in groups] != list(range(len(groups))):
         raise PrivacyError(
-            f"The batch's {UNIT_OF_ROW!r} does not count up from 0: the rows of a unit must lie "
-            "next to each other, or one unit would be clipped as several."
+            f"The batch's {UNIT_OF_ROW!r} does not count up from 0. If the rows of a unit were not "
+            "next to each other, one unit would be clipped as several. Collate it with a "
+            "UnitCollator."
         )
     sizes = tuple(size for _, size in groups)
     examples = {name: value for name, value in inputs.items() if name != UNIT_OF_ROW}
     if batch_size_of(examples) != sum(sizes):
         raise PrivacyError(
-            "The data collator made other rows than it was given examples, so it is not known "
-            "whose a row is and its clipping bounds nothing. Turn packing off."
+            "The data collator did not return one row for each example, so the unit of each row is "
+            "not known, and clipping would not bound a unit. Turn packing off."
         )
     return examples, sizes

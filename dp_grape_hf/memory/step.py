@@ -5,7 +5,7 @@ Trainer makes of the same arguments. Under ``FakeTensorMode`` every tensor has i
 lifetime but no memory. So a model of any size is measured in seconds, without weights and without a
 GPU. ``Step`` also runs on real tensors, to compare it with measurements of a device.
 
-The simulation leaves out what a GPU needs beyond the sum of its tensors: the CUDA context, the
+The simulation leaves out memory of a GPU that is not in tensors: the CUDA context, the
 workspaces of matrix products and convolutions, fragmentation, and temporary memory inside a kernel.
 """
 
@@ -81,7 +81,7 @@ class Setting:
     processes: int = 1
 
     def arguments(self, redraws: bool = True) -> DPGrapeTrainingArguments:
-        """Return the arguments of a run with some noise, without what its method does not do.
+        """Return the arguments of a run with noise, without options that its method does not have.
 
         Args:
             redraws: whether each step makes P anew.
@@ -141,7 +141,7 @@ def prepared(model: Any, setting: Setting) -> nn.Module:
 
 
 class _Watch(Observer):
-    """Tell a timeline the phase of the step, and what tensors are for.
+    """Report the phases of the step, and the purposes of tensors, to a timeline.
 
     In nested phases the outermost one counts.
     """
@@ -176,8 +176,8 @@ class Step:
     Args:
         model: on any device, real or fake; ``prepared`` for the setting.
         inputs: a batch, labels included.
-        setting: what to run; the model has its dtype and gradient checkpointing already.
-        timeline: records what is allocated.
+        setting: the setting of the step; the model has its dtype and gradient checkpointing.
+        timeline: records allocations.
         gpu: whether a CPU recomputes activations and splits noise and updates as a GPU does.
         redraws: whether each step makes P anew, which takes most memory.
 
@@ -255,7 +255,7 @@ class Step:
             optimizer.step()
         if run.mechanism is not None:
             timeline.label(OPTIMIZER, [*run.mechanism.kept_noise, *run.signal.kept])
-        run.per_sample.assume_probed(self.inputs)
+        run.per_sample.assume_examined(self.inputs)
         if is_sharded(self.model):
             run.idle = self.inputs
             reshard(self.model)
@@ -277,12 +277,12 @@ def simulate(
     *,
     gpu: bool = True,
 ) -> Footprint:
-    """Return what a training step takes, without running it on contents.
+    """Return the memory, products and messages of a training step, without running it on contents.
 
     Args:
         build: returns the model with weights of that dtype.
         batch: returns a batch of that size; floating-point inputs get the weights' dtype.
-        setting: what to run.
+        setting: the setting of the step.
         gpu: whether to simulate the memory of a GPU, or of a CPU.
 
     Raises:

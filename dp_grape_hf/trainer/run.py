@@ -29,8 +29,8 @@ from dp_grape_hf.gradients import (
     LossFunction,
     PerSampleEngine,
     QueryEngine,
+    SpotCheckedEngine,
     UnitEngine,
-    WatchedEngine,
     batch_size_of,
     evaluating,
     make_engine,
@@ -212,7 +212,7 @@ class Run:
             noise_slice=noise_slice,
         )
 
-    def _watched(self, apart: str | None) -> WatchedEngine:
+    def _watched(self, apart: str | None) -> SpotCheckedEngine:
         """Returns the engine, which now and then looks at a row once more, alone."""
         args = self.args
         assert args.max_grad_norm is not None
@@ -221,7 +221,7 @@ class Run:
         coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
         factors = {name: self.gradient_factors.get(name, 1.0) for name in self.trainable}
         parts = in_parts(factors, apart).values()
-        return WatchedEngine(self.per_sample, tolerance_for(self.model), parts, shortest, coins)
+        return SpotCheckedEngine(self.per_sample, tolerance_for(self.model), parts, shortest, coins)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Returns an optimizer of all that is trained, and takes it."""

@@ -179,14 +179,14 @@ def test_a_module_used_twice_but_recorded_once_is_found(
 
 def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the gradients returned are those of each sample alone."""
-    case, original = only("opt"), LayerwiseEngine.marked
+    case, original = only("opt"), LayerwiseEngine.sketch
 
     def coupled(self: Any, *args: Any) -> Any:
         losses = original(self, *args)
         return losses + 0.5 * losses.mean()
 
     made = LayerwiseEngine(case.model())
-    monkeypatch.setattr(LayerwiseEngine, "marked", coupled)
+    monkeypatch.setattr(LayerwiseEngine, "sketch", coupled)
     with pytest.raises(PrivacyError, match="changes with the number or the contents"):
         made.examine(batch_of(case), {})
 

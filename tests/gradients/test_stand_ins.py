@@ -46,7 +46,7 @@ def under_vmap(
 ) -> tuple[Tensor, Gradients]:
     """Returns what the engine computes, without a look at the module."""
     engine = make_engine("functorch", module, loss)
-    engine.assume_probed(inputs := {argument_of(module): x})
+    engine.assume_examined(inputs := {argument_of(module): x})
     return engine(inputs, projectors)
 
 

@@ -367,7 +367,7 @@ def test_finite_differences_of_a_unit_add_up() -> None:
         ({UNIT_OF_ROW: None}, "has no 'privacy_unit_of_row'"),
         ({UNIT_OF_ROW: torch.tensor([0, 1, 0, 1, 2, 2, 2])}, "does not count up from 0"),
         ({UNIT_OF_ROW: EACH + 1}, "does not count up from 0"),
-        ({UNIT_OF_ROW: EACH[:6]}, "other rows than it was given examples"),
+        ({UNIT_OF_ROW: EACH[:6]}, "did not return one row for each"),
     ],
 )
 def test_a_batch_that_does_not_say_whose_its_rows_are_is_refused(

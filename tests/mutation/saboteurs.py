@@ -501,7 +501,7 @@ def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
 def _together(collate: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
     """Collates a physical batch as a whole."""
     split = collate._chunks([*range(len(examples))])
-    batches = [collate.own_rows.collator([examples[i] for i in some]) for some in split]
+    batches = [collate.collate_rows.collator([examples[i] for i in some]) for some in split]
     return LogicalBatch(batches, [len(some) for some in split])
 
 
@@ -528,11 +528,11 @@ def _columns_of_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_stream(patch: pytest.MonkeyPatch) -> None:
-    def with_own_coins(function: Any, items: Any, seeds: Any = None) -> list[Any]:
+    def with_separate_seeds(function: Any, items: Any, seeds: Any = None) -> list[Any]:
         return [function(item) for item in items]
 
     for module in (collation, sampling):
-        patch.setattr(module, "with_own_coins", with_own_coins)
+        patch.setattr(module, "with_separate_seeds", with_separate_seeds)
 
 
 def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -575,13 +575,13 @@ def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
 
 
 def _signs_unseen(patch: pytest.MonkeyPatch) -> None:
-    original = sketches.Prints.marks
+    original = sketches.Sketches.of
 
-    def marks(self: sketches.Prints, names: Any) -> Tensor:
+    def of(self: sketches.Sketches, names: Any) -> Tensor:
         found: Tensor = original(self, names)
         return found[..., :1].expand_as(found)
 
-    patch.setattr(sketches.Prints, "marks", marks)
+    patch.setattr(sketches.Sketches, "of", of)
 
 
 def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
@@ -880,7 +880,7 @@ SABOTEURS = (
     ),
     Saboteur(
         "a run is not watched",
-        lambda patch: _never(patch, spot_checks.WatchedEngine, "_chosen"),
+        lambda patch: _never(patch, spot_checks.SpotCheckedEngine, "_chosen"),
         (f"test_neighbours.py::{REMEMBERS}[mixes]",),
     ),
     Saboteur(
@@ -910,7 +910,7 @@ SABOTEURS = (
     Saboteur(
         "coins of an example follow from the global stream",
         lambda patch: patch.setattr(
-            collation.with_own_coins, "__defaults__", (collation.repeatable_seeds,)
+            collation.with_separate_seeds, "__defaults__", (collation.repeatable_seeds,)
         ),
         ("test_collation.py::test_coins_are_fresh_whatever_seed_is_set",),
     ),

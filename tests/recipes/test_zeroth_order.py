@@ -336,7 +336,7 @@ def test_what_fits_of_the_directions_of_a_step_is_drawn_once(
         monkeypatch.setattr(directions_module, "_KEPT", kept)
         trained = copy.deepcopy(model)
         engine = ZerothOrderEngine(trained, lambda outputs, _: outputs.sum(1), seed=SEED)
-        engine.assume_probed({"input": torch.ones(3, 20)})
+        engine.assume_examined({"input": torch.ones(3, 20)})
         optimizer = ZerothOrderSGD(trained.parameters(), engine.directions, lr=0.1)
         for step in (0, 1):
             engine.use(step)
@@ -386,7 +386,7 @@ STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-SAME = "loss of one and the same sample"
+SAME = "loss of a sample changes"
 OTHERS = "answer of a sample changes"
 
 

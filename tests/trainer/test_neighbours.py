@@ -303,7 +303,7 @@ def test_one_example_more_moves_the_sum_by_its_bound(
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (LaterForSequenceClassification, "among others than alone.*nothing of this step"),
+        (LaterForSequenceClassification, "differs from its gradient alone.*Nothing of this step"),
         (BankForSequenceClassification, "changed bank of the model"),
         (CountingForSequenceClassification, "changed seen of the model"),
     ],

@@ -1,1 +1,1 @@
-"""What is examined before the first release, and watched afterwards."""
+"""Checks of model, loss, collator and data set, before the first release and during the run."""

@@ -1,4 +1,4 @@
-"""Random numbers that a model draws: seeing them, giving them to rows, and whose they are.
+"""Random draws of a model: record them, assign them to rows, and replay them.
 
 Shapes: B rows in a batch.
 """
@@ -17,68 +17,76 @@ from torch.nn.modules.module import (
 )
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.gradients.checks.guards import TorchDraws, same_state, seed_torch, torch_streams
+from dp_grape_hf.gradients.checks.guards import (
+    DrawInterceptor,
+    same_state,
+    seed_torch,
+    torch_streams,
+)
 from dp_grape_hf.gradients.rows import row_alone
 from dp_grape_hf.projections import is_public
 
 Values = tuple[Tensor, ...]
-"""The numbers of one draw, in the tensors that it filled."""
+"""The numbers of one draw: the tensors that it filled."""
 
 _EACH = {
     *("rand", "rand_like", "uniform", "randn", "randn_like", "normal", "bernoulli", "randint"),
     *("randint_like", "random", "exponential", "geometric", "cauchy", "log_normal", "poisson"),
     *("binomial", "_standard_gamma", "native_dropout", "rrelu_with_noise", "multinomial"),
 }
-"""Operations that draw each number, or row, independently of the others; ``randperm`` does not."""
+"""Operations that draw each number, or row, independently; ``randperm`` does not."""
 
 _UNIFORM = {"rand", "rand_like", "uniform", "bernoulli"}
-"""Operations whose numbers have two bounds, at which all shows that they can decide."""
+"""Operations with bounded numbers. A threshold event occurs at a bound if it occurs at all."""
 
 SHARED = _UNIFORM
-"""Operations that may draw once for all rows, if that changes nothing."""
+"""Operations that may draw once for all rows, if the drawn number changes nothing."""
 
 
 class Draw(NamedTuple):
     """The result of one operation that draws random numbers."""
 
     operation: str
-    module: str  # the class of the module that ran
-    row: int | None  # of which an engine ran that module alone
+    module: str  # class name of the module that ran
+    row: int | None  # the row, if an engine ran that module for one row alone
     shapes: tuple[torch.Size, ...]
     values: Values  # empty if they were not kept
-    bounds: tuple[float, float] | None
+    bounds: tuple[float, float] | None  # of a uniform draw
 
     def __str__(self) -> str:
         return f"{self.operation} in {self.module}" if self.module else self.operation
 
 
 class Owner(NamedTuple):
-    """The rows that have the numbers of one draw of a batch; all share them if both are None."""
+    """The rows that use one draw of a batch; all rows share it if ``dims`` and ``row`` are None."""
 
-    number: int  # which of the draws of a row alone this is
-    dims: tuple[int, ...] | None = None  # the dimension of each tensor in which rows follow rows
-    row: int | None = None  # the one row that has them
+    number: int  # index of the same draw in a pass of one row alone
+    dims: tuple[int, ...] | None = None  # the dimension of each tensor that contains the rows
+    row: int | None = None  # the only row that uses the draw
 
     @property
     def shared(self) -> bool:
-        """Whether all rows have the same numbers."""
+        """Whether all rows use the same numbers."""
         return self.dims is None and self.row is None
 
 
-class Draws(TorchDraws):
-    """Records what a pass draws from torch's global streams, and gives rows their numbers.
+class DrawRecorder(DrawInterceptor):
+    """Record the random draws of a pass from torch's global streams, and replace some of them.
 
-    Draw k begins with the streams in the state ``start + k``. So a draw that is repeated, where
-    activations are recomputed, is known by its state and gives the same again.
+    Draw k begins with the streams seeded by ``start + k``. So a draw that is repeated, when
+    activations are recomputed, is recognised by its seed and has the same numbers again.
 
     Args:
-        start: the state of the streams at the beginning.
+        start: the seed of the first draw.
         keep: whether to keep the numbers.
-        owners: whose each draw is; as drawn if there is none.
-        given: for each row, the draws that it gets, or None if it gets what is drawn.
+        owners: the owner of each draw; draws without an owner are not replaced.
+        given: for each row, the numbers of its draws; None leaves a row's numbers as drawn.
         shared: the numbers of draws that all rows share, by ``Owner.number``.
-        silent: whether nothing is to be drawn, so that operations need not be looked at. Some code
-            computes something else then (quantised layers under vmap).
+        silent: whether no draw is expected, so that operations are not intercepted. Interception
+            can change some code (quantised layers under vmap).
+
+    Attributes:
+        made: the draws, in order.
     """
 
     def __init__(
@@ -97,20 +105,20 @@ class Draws(TorchDraws):
         self._running: list[str] = []  # the classes of the modules that run
         self._hooks: list[Any] = []
         self.made: list[Draw] = []
-        self.foreign = False  # whether the model drew from a generator of its own
-        self.seeded = False  # whether it set the streams, or put them back
-        self.drew = False  # whether anything was drawn
+        self.foreign = False  # whether the model drew from its own, not public generator
+        self.seeded = False  # whether it seeded the streams, or restored an earlier state
+        self.drew = False  # whether anything was drawn, if ``silent``
 
-    def __enter__(self) -> Draws:
+    def __enter__(self) -> DrawRecorder:
         seed_torch(self._start)
         if self._silent:
             self._before = torch_streams()
             return self
 
         def enter(module: nn.Module, args: Any) -> None:
-            ours = type(module).__module__.startswith("dp_grape_hf.")  # around another module
-            within = self._running[-1] if self._running else ""
-            self._running.append(within if ours else type(module).__name__)
+            wrapper = type(module).__module__.startswith("dp_grape_hf.")
+            outer = self._running[-1] if self._running else ""
+            self._running.append(outer if wrapper else type(module).__name__)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._running.pop()
@@ -140,7 +148,7 @@ class Draws(TorchDraws):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Records a draw, and writes into its tensors what rows get."""
+        """Record a draw, and write the given numbers of rows into its tensors."""
         number = torch.initial_seed() - self._start
         if not 0 <= number <= len(self.made):
             self.seeded = True
@@ -149,7 +157,7 @@ class Draws(TorchDraws):
         operation = func._schema.name.rpartition("::")[2].rstrip("_")
         if number < len(self._owners):
             self._give(self._owners[number], tensors)
-            if operation == "native_dropout":  # the first of its results is no number
+            if operation == "native_dropout":  # its first result is the output, not the mask
                 tensors[0].copy_(args[0] * tensors[1] / ((1 - args[1]) or 1.0))
             elif operation == "rrelu_with_noise":
                 tensors[0].copy_(args[0] * tensors[1])
@@ -171,7 +179,7 @@ class Draws(TorchDraws):
             size = len(self._given)
             pairs = zip(tensors, owner.dims, strict=True)
             if any(tensor.shape[dim] % size for tensor, dim in pairs):
-                return  # ``owners_of`` says afterwards that these are not the rows' numbers
+                return  # the pass is refused afterwards, by ``owners_of``
             for row in range(size):
                 parts = [
                     in_rows(t, dim, size)[row] for t, dim in zip(tensors, owner.dims, strict=True)
@@ -184,14 +192,14 @@ class Draws(TorchDraws):
 
 
 def _copy(tensors: Sequence[Tensor], values: Values | None) -> None:
-    """Writes values into tensors, unless these are not those that the values were drawn for."""
+    """Write values into tensors that have as many numbers."""
     for tensor, value in zip(tensors, values or (), strict=False):
         if tensor.numel() == value.numel():
             tensor.copy_(value.view_as(tensor))
 
 
 def in_rows(tensor: Tensor, dim: int, size: int) -> Tensor:
-    """Returns a view (B, ...) of a tensor in which the numbers of rows follow each other."""
+    """Return a view (B, ...) of a tensor whose dimension ``dim`` contains the rows."""
     return tensor.detach().unflatten(dim, (size, -1)).movedim(dim, 0)
 
 
@@ -201,7 +209,7 @@ def _is_global(generator: Any) -> bool:
 
 
 def _filled(func: Any, args: Sequence[Any], result: Any) -> list[Tensor]:
-    """Returns the tensors that a draw can be seen in: those it returns, and those it writes to."""
+    """Return the tensors that a draw fills: those it returns, and those it writes to."""
     given = zip(args, func._schema.arguments, strict=False)
     written = [x for x, argument in given if argument.is_write]
     tensors = [x for x in (*tree_leaves(result), *written) if isinstance(x, Tensor)]
@@ -209,7 +217,10 @@ def _filled(func: Any, args: Sequence[Any], result: Any) -> list[Tensor]:
 
 
 def _bounds(operation: str, args: Sequence[Any], dtype: torch.dtype) -> tuple[float, float] | None:
-    """Returns the least number of a uniform draw that has a logarithm, and the largest."""
+    """Return the smallest number above the lower bound of a uniform draw, and the largest number.
+
+    A number at the lower bound itself might have no logarithm.
+    """
     if operation not in _UNIFORM:
         return None
     if operation == "bernoulli":
@@ -218,14 +229,14 @@ def _bounds(operation: str, args: Sequence[Any], dtype: torch.dtype) -> tuple[fl
     return low + (high - low) * 2**-24, high - (high - low) * torch.finfo(dtype).eps
 
 
-# ---- Whose a draw is ----
+# ---- The rows of a draw ----
 
 
 def owners_of(alone: Sequence[Draw], together: Sequence[Draw], size: int) -> list[Owner] | Draw:
-    """Returns whose the draws of a batch are, or a draw that is no row's and not always there.
+    """Return the owner of each draw of a batch, or the first draw that fits no row.
 
     Args:
-        alone: the draws of a row that runs alone.
+        alone: the draws of one row alone.
         together: the draws of a batch.
         size: B.
     """
@@ -244,14 +255,14 @@ def owners_of(alone: Sequence[Draw], together: Sequence[Draw], size: int) -> lis
             rows = range(next_of.index(number), next_of.index(number) + 1)
         if number >= len(alone) or alone[number].operation != draw.operation:
             return draw
-        own = alone[number]
-        if draw.row is not None and own.shapes == draw.shapes:
+        single = alone[number]
+        if draw.row is not None and single.shapes == draw.shapes:
             owners.append(Owner(number, row=draw.row))
-        elif len(rows) == size and (dims := _grown(own, draw, size)) is not None:
+        elif len(rows) == size and (dims := _grown(single, draw, size)) is not None:
             owners.append(Owner(number, dims))
-        elif own.shapes != draw.shapes:
+        elif single.shapes != draw.shapes:
             return draw
-        elif many[kind(draw)] == size * few[kind(own)] and size > 1:
+        elif many[kind(draw)] == size * few[kind(single)] and size > 1:
             rows = rows[:1]
             owners.append(Owner(number, row=rows[0]))
         elif len(rows) == size:
@@ -266,7 +277,10 @@ def owners_of(alone: Sequence[Draw], together: Sequence[Draw], size: int) -> lis
 
 
 def _grown(one: Draw, many: Draw, size: int) -> tuple[int, ...] | None:
-    """Returns the dimensions in which a draw has B times as many numbers, if they are each's."""
+    """Return the dimensions in which a draw has B times as many numbers, one part per row.
+
+    None if a dimension does not grow by B, or the numbers of rows are not independent.
+    """
     if many.operation not in _EACH or (many.operation == "multinomial" and len(one.shapes[0]) < 2):
         return None
     dims = []

@@ -19,10 +19,10 @@ from dp_grape_hf.errors import PrivacyError
 
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
-    """Restores the global streams of torch (on the CPU and GPUs), numpy and Python afterwards.
+    """Restore the global streams of torch (on the CPU and GPUs), numpy and Python afterwards.
 
-    Those of GPUs that are not in use stay alone: a worker of a data loader is a fork of a process
-    that uses them, and may not.
+    Streams of GPUs that are not in use are left alone, because a forked worker of a data loader
+    must not use them.
     """
     host = host_streams()
     in_use = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
@@ -34,17 +34,17 @@ def keeping_random_state() -> Iterator[None]:
 
 
 def seed_all(seed: int) -> None:
-    """Seeds the streams that ``keeping_random_state`` keeps, which the caller has done."""
+    """Seed all global streams; call it inside ``keeping_random_state``."""
     seed_torch(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
 def seed_torch(seed: int) -> None:
-    """Seeds torch's global streams, of the CPU and of GPUs that are in use.
+    """Seed torch's global streams, of the CPU and of GPUs that are in use.
 
-    ``torch.manual_seed`` would seed the others when they are first used, and takes a hundred times
-    as long, as it writes down for them where it was called.
+    ``torch.manual_seed`` also seeds unused GPUs at their first use. It stores a stack trace for
+    that, which takes a hundred times as long.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -53,40 +53,39 @@ def seed_torch(seed: int) -> None:
 
 @contextmanager
 def guarding_streams(reseeds: Callable[[], bool]) -> Iterator[None]:
-    """Keeps the forward passes inside from numpy's and Python's streams, which collators draw from.
+    """Check that forward passes inside do not draw from numpy's and Python's global streams.
 
     Args:
-        reseeds: whether the model is known, in the end, to set them to a fixed state: what it draws
-            then is public, and the state from before is put back.
+        reseeds: called afterwards; returns whether the model sets these streams to a fixed state.
+            Its draws are then public, and the state from before is restored.
 
     Raises:
-        PrivacyError: the model draws from them.
+        PrivacyError: if the model draws from these streams.
     """
     before = host_streams()
     yield
     if not all(map(same_state, before, host_streams())):
         _set_host_streams(before)
         if not reseeds():
-            raise PrivacyError(DRAWS_BESIDE)
+            raise PrivacyError(OTHER_STREAMS)
 
 
-DRAWS_BESIDE = (
-    "The model draws from random numbers of numpy or Python, or from a generator of its own: "
-    "whose they are cannot be told. SpecAugment, for one, shares a coin among the samples of a "
-    "physical batch, so that an example has influence on the gradients of others. Switch it "
-    "off (apply_spec_augment=False in the config of a speech model), or draw numbers for each "
-    "sample from torch's global stream."
+OTHER_STREAMS = (
+    "The model draws random numbers from numpy or Python, or from its own generator. The samples "
+    "of a physical batch may share such a number, as in SpecAugment, so that an example influences "
+    "the gradients of others. Switch it off (apply_spec_augment=False in the config of a speech "
+    "model), or draw numbers for each sample from torch's global stream."
 )
-"""Why a model with other streams than torch's is refused."""
+"""The error for a model that draws from other streams than torch's global streams."""
 
 
 def host_streams() -> tuple[Any, Any]:
-    """Returns the states of the global streams of Python and numpy."""
+    """Return the states of the global streams of Python and numpy."""
     return random.getstate(), np.random.get_state()
 
 
 def torch_streams() -> list[tuple[Tensor]]:
-    """Returns the states of torch's global streams, of the CPU and of GPUs that are in use."""
+    """Return the states of torch's global streams, of the CPU and of GPUs that are in use."""
     on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [(state,) for state in (torch.get_rng_state(), *on_gpus)]
 
@@ -101,8 +100,8 @@ def same_state(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return all(map(np.array_equal, left, right))
 
 
-class TorchDraws(TorchDispatchMode):
-    """Sees what is drawn from torch's global streams inside, and may change it."""
+class DrawInterceptor(TorchDispatchMode):
+    """Intercept the draws from torch's global streams inside; a subclass may replace them."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -113,11 +112,11 @@ class TorchDraws(TorchDispatchMode):
         before = torch_streams()
         result = func(*args, **kwargs)
         if all(map(same_state, before, torch_streams())):
-            return result  # attention without dropout, say
+            return result  # for instance, attention without dropout
         return self.drawn(func, args, kwargs, result)
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Is shown a draw; returns what takes its place."""
+        """Receive the result of a draw, and return the result to use in its place."""
         raise NotImplementedError
 
 
@@ -125,21 +124,20 @@ class TorchDraws(TorchDispatchMode):
 
 
 def configs_of(model: nn.Module) -> list[Any]:
-    """Returns the configurations inside a model, each once."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return list({id(c): c for c in found if hasattr(c, "__dict__")}.values())
+    """Return the configurations inside a model, each once."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return list({id(c): c for c in configs if hasattr(c, "__dict__")}.values())
 
 
 @contextmanager
 def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
-    """Restores the attributes of configurations afterwards, and switches the KV cache off inside.
+    """Disable the KV cache inside, and restore the attributes of configurations afterwards.
 
-    A configuration is saved with the weights, and some models write into it in a forward pass.
-    Keys and values of earlier tokens are of use in generation only; a layer would write them where
-    no engine sees it.
+    A configuration is saved with the weights, and some models write into it in a forward pass. Only
+    generation needs the KV cache, and an engine cannot see it.
 
     Args:
-        configs: of the models, from ``configs_of``.
+        configs: the result of ``configs_of``.
     """
     before = [dict(vars(config)) for config in configs]
     try:
@@ -149,10 +147,10 @@ def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for config, attributes in zip(configs, before, strict=True):
-            own = vars(config)
-            for name in own.keys() - attributes.keys():
-                del own[name]
-            own.update(attributes)
+            now = vars(config)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            now.update(attributes)
 
 
 # ---- Modes ----
@@ -160,10 +158,7 @@ def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Runs a model in training or evaluation mode, and restores the mode of each module.
-
-    Its configurations are restored as well.
-    """
+    """Set training or evaluation mode inside, and restore modes and configurations afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.train(training)
     try:
@@ -176,6 +171,6 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switches dropout off, and restores mode and random state afterwards."""
+    """Set evaluation mode inside, and restore modes and random state afterwards."""
     with in_mode(model, training=False), keeping_random_state():
         yield

@@ -1,10 +1,10 @@
-"""Short marks of per-sample gradients, by which two computations of one gradient are compared.
+"""Sketches of per-sample gradients, to compare two computations of one gradient.
 
-The mark of a gradient G is its norm and its inner products with a few fixed directions, for each
-parameter. A direction is a product of one Gaussian vector for each dimension, so that it takes
-little memory. Another gradient has another mark, also if only its sign differs, or if its rows are
-multiples of each other: a head with two classes has the rows g and -g, and a direction of signs may
-add them up to zero.
+A sketch of a gradient contains, for each parameter, its norm and its inner products with k fixed
+directions. A direction is the outer product of one Gaussian vector for each dimension, so it takes
+little memory. Two gradients that differ have different sketches, even if they differ only in sign.
+Gaussian vectors are used because vectors of signs may add up the rows g and -g of a head with two
+classes to zero.
 
 Shapes: B samples, P parameters, k directions.
 """
@@ -25,15 +25,15 @@ from dp_grape_hf.projections import is_short, public_generator
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two computations of one gradient may be apart, by rounding alone.
+    """The largest differences of two computations of one gradient that rounding explains.
 
     Args:
-        error: of a parameter's gradient, relative to its norm.
-        floor: a parameter's norm counts as at least this part of the sample's total, and that of at
-            least this part of the batch's largest: the gradient of a key's bias is zero but for
-            rounding, and so is all of it for a pair of equal texts.
-        loss: a loss below this says nothing: its gradient is rounding.
-        change: of a loss, relative.
+        error: error of a parameter's gradient, relative to its norm.
+        floor: a parameter's norm counts as at least this part of the sample's total norm, and the
+            total as at least this part of the batch's largest. Some gradients consist of rounding
+            errors: the gradient of a key's bias, or all gradients of a pair of equal texts.
+        loss: smallest loss whose gradient is compared; below it, the gradient may be rounding.
+        change: error of a loss, relative.
     """
 
     error: float
@@ -47,92 +47,98 @@ LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
 
 
 def computes_in_16_bits(model: nn.Module) -> bool:
-    """Returns whether weights or products of matrices are rounded to 16 bits or fewer.
+    """Whether weights or matrix products are rounded to 16 bits or fewer.
 
-    Autocast may be on around the model, or within its forward method, where accelerate has it.
+    Autocast may be on around the model, or inside its forward method if accelerate put it there.
     """
     weights = list(model.parameters())
     short = any(not w.is_floating_point() or is_short(w) for w in weights)
-    within = "_original_forward" in vars(model)  # only mixed precision makes accelerate keep it
-    return short or within or torch.is_autocast_enabled(weights[0].device.type)
+    inside = "_original_forward" in vars(model)  # accelerate sets it only for mixed precision
+    return short or inside or torch.is_autocast_enabled(weights[0].device.type)
 
 
 def tolerance_for(model: nn.Module) -> Tolerance:
-    """Returns how far two computations of a gradient of a model may be apart."""
+    """Return the tolerance for two computations of a gradient of this model."""
     return LOW if computes_in_16_bits(model) else FULL
 
 
-_DIRECTIONS = 4  # one alone is nearly orthogonal to an error once in 20 times
-_ALONG = 3  # an error counts along a direction, whose inner product varies, if as many times larger
+_DIRECTIONS = 4  # k; a single direction is nearly orthogonal to an error once in 20 times
+_ALONG = 3  # factor of the tolerance for inner products with a direction, which vary
 
 
-class Prints:
-    """Collects the marks of a batch: a consumer of what an engine hands out.
+class Sketches:
+    """The sketches of a batch; call it with per-sample gradients of some parameters.
 
     Args:
-        samples: which of them to mark; all if None.
+        samples: the samples to sketch; None for all.
     """
 
     def __init__(self, samples: list[int] | None = None) -> None:
         self._samples = None if samples is None else torch.tensor(samples)
-        self._marks: dict[str, Tensor] = {}  # name -> (B, 1 + k): norm, and along directions
+        self._sketches: dict[str, Tensor] = {}  # name -> (B, 1 + k): norm, and along directions
 
     def __call__(self, gradients: Mapping[str, PerSampleGradient]) -> None:
-        """Marks the gradients of some parameters."""
-        for name, found in gradients.items():
-            device = found.squared_norm().device
-            gradient = found if self._samples is None else found.select(self._samples.to(device))
+        """Add the sketches of the gradients of some parameters."""
+        for name, gradient in gradients.items():
+            device = gradient.squared_norm().device
+            if self._samples is not None:
+                gradient = gradient.select(self._samples.to(device))
             with torch.no_grad(), torch.autocast(device.type, enabled=False):
                 norm = gradient.squared_norm().clamp(min=0).sqrt()[:, None]
                 sizes = enumerate(gradient.shape)
                 along = gradient.products([_vectors(name, *size).to(device) for size in sizes])
-                marks = torch.cat([norm, along.expand(-1, _DIRECTIONS)], 1)
-                self._marks[name] = marks.float()
+                sketches = torch.cat([norm, along.expand(-1, _DIRECTIONS)], 1)
+                self._sketches[name] = sketches.float()
 
     @property
     def names(self) -> list[str]:
-        """The parameters that were marked."""
-        return list(self._marks)
+        """The parameters that have sketches."""
+        return list(self._sketches)
 
-    def marks(self, names: Sequence[str]) -> Tensor:
-        """Returns marks (B, P, 1 + k), on the CPU; zero for a parameter without a gradient."""
-        zero = torch.zeros_like(next(iter(self._marks.values()), torch.zeros(1, 1 + _DIRECTIONS)))
-        return torch.stack([self._marks.get(name, zero).cpu() for name in names], 1).double()
+    def of(self, names: Sequence[str]) -> Tensor:
+        """Return sketches (B, P, 1 + k), on the CPU; zero for a parameter without a gradient."""
+        zero = torch.zeros_like(
+            next(iter(self._sketches.values()), torch.zeros(1, 1 + _DIRECTIONS))
+        )
+        return torch.stack([self._sketches.get(name, zero).cpu() for name in names], 1).double()
 
 
 @functools.lru_cache(maxsize=2**14)
 def _vectors(name: str, dim: int, size: int) -> Tensor:
-    """Returns the vectors (k, size) of one dimension of the directions, of mean square 1."""
+    """Return the vectors (k, size) of one dimension of the directions, with mean square 1."""
     generator = public_generator(zlib.crc32(f"{name} {dim}".encode()))
     vectors = torch.randn(_DIRECTIONS, size, generator=generator)
     return vectors / vectors.square().mean(1, keepdim=True).sqrt()
 
 
 def differing(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:
-    """Returns which parameters of which samples have other gradients, (B, P).
+    """Return a mask (B, P) of the samples and parameters whose gradients differ.
+
+    A sample with a number that is not finite does not count, because clipping leaves it out.
 
     Args:
-        left: marks (B, P, 1 + k); a sample in which a number is not finite says nothing, as
-            clipping leaves it out.
-        right: likewise.
+        left: sketches (B, P, 1 + k).
+        right: sketches (B, P, 1 + k).
         tolerance: of rounding.
     """
     norms = torch.maximum(left[..., 0], right[..., 0])
-    known = norms.isfinite().all(1, keepdim=True) & left.isfinite().all(2).all(1, keepdim=True)
+    finite = norms.isfinite().all(1, keepdim=True) & left.isfinite().all(2).all(1, keepdim=True)
     totals = norms.norm(dim=1, keepdim=True)
-    totals = totals.maximum(tolerance.floor * totals[known].max()) if known.any() else totals
+    totals = totals.maximum(tolerance.floor * totals[finite].max()) if finite.any() else totals
     allowed = tolerance.error * norms.maximum(tolerance.floor * totals)
     error = (left - right).abs()
     error[..., 1:] /= _ALONG
-    return (error.amax(2) > allowed) & known
+    return (error.amax(2) > allowed) & finite
 
 
 def joint_error(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns how far the gradients of one sample are apart over all parameters, and their norm.
+    """Return the difference of two gradients of one sample over all parameters, and their norm.
+
+    Both results are zero if a number is not finite.
 
     Args:
-        left: marks (1, P, 1 + k); what is not finite makes both zero.
-        right: likewise.
+        left: sketches (1, P, 1 + k).
+        right: sketches (1, P, 1 + k).
     """
     error = (left - right)[..., 1:].square().mean(-1).sum().sqrt()
     norm = torch.maximum(left[..., 0].norm(), right[..., 0].norm())

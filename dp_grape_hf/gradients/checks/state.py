@@ -1,16 +1,16 @@
-"""See what a model, a loss, a collator or a data set remembers of the examples it was given.
+"""Checks that a model, a loss, a collator or a data set does not remember examples.
 
-A running statistic, a generator with its own seed, a cache that grows with the longest text: each
-of them carries something of one example to later examples. Clipping bounds what an example adds to
-a sum, and does not bound how it changes the gradients of others. So an object that sees private
-examples must be in the same state after it has seen them as before.
+A running statistic, a generator with a separate seed, or a cache that grows with the longest text
+carries information from one example to later ones. Clipping bounds the contribution of an example
+to a sum. It does not bound how an example changes the gradients of others. So an object that sees
+private examples must have the same state before and after.
 
 ``StateGuard`` walks once through everything that its objects refer to, and lists the places where
-values can change: attributes, containers, tensors, random generators, variables of functions. Two
-snapshots of these places are then compared. A snapshot holds references and counters, so it is
-cheap; a thorough one also has a checksum of each tensor.
+values can change: attributes, containers, tensors, random generators and variables of functions.
+It then compares two snapshots of these places. A snapshot holds references and counters, so it is
+cheap. A thorough snapshot also has a checksum of each tensor.
 
-Not seen: values inside of C++ objects and open files, changes inside of containers with more than
+Not seen: values inside C++ objects and open files, changes inside containers with more than
 ``_LARGE`` entries that keep their length, and variables of installed libraries.
 """
 
@@ -40,19 +40,19 @@ from dp_grape_hf.gradients.rows import rows_of
 from dp_grape_hf.projections import on_inputs
 from dp_grape_hf.sharding import is_sharded, local, reshard
 
-_LARGE = 256  # entries of a container from which on only their number is compared
+_LARGE = 256  # entries; of a container with more, only the length is compared
 _MOST_PLACES = 20_000  # bounds the time of a walk (about 0.1 s) and of a snapshot
-_SMALL_ARRAY = 2**16  # bytes of a numpy array that is compared by its contents
-_COLUMNS = 1024  # in which a tensor's bits are added up
+_SMALL_ARRAY = 2**16  # bytes; the contents of larger numpy arrays are not compared
+_COLUMNS = 1024  # columns in which the bits of a tensor are added up
 
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
     *(types.ModuleType, types.BuiltinFunctionType, range, slice),
 )
-"""Types of values that cannot change, and modules, whose variables are looked up where used."""
+"""Types of values that cannot change, and modules. Functions list the module variables they use."""
 
-# Classes by name, so that none has to be imported, whose objects do not remember what they were
-# given in a way that reaches their results, or are no part of what computes a row.
+# Class names (so that no class has to be imported) of objects whose memory does not reach their
+# results, or that take no part in computing a row.
 _LEFT_OUT = {
     *("PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin"),
     *(
@@ -69,22 +69,22 @@ _GENERATORS: tuple[type, ...] = (
     *(torch.Generator, random.Random),
     *(np.random.Generator, np.random.BitGenerator, np.random.RandomState),
 )
-_INTERNALS = frozenset(vars(nn.Module()))  # of torch, in each module
+_INTERNALS = frozenset(vars(nn.Module()))  # attributes that torch gives every module
 
 _ORDINARY = {Tensor, nn.Parameter}
-"""Types of tensors that stay where they are. A pass may lay out a quantised weight elsewhere."""
+"""Types of tensors whose address does not change. A pass may move a quantised weight."""
 
 Values = list[tuple[Any, ...]]
 
 
 class _Place(NamedTuple):
-    """Something whose parts are compared.
+    """A place whose values are compared.
 
     Attributes:
         name: the name in messages.
-        read: returns the current parts.
-        keys: the names of the parts, if they have names.
-        own: the mapping that has the parts, if there is one.
+        read: returns the current values.
+        keys: the names of the values, if they have names.
+        own: the mapping that contains the values, if there is one.
     """
 
     name: str
@@ -96,29 +96,29 @@ class _Place(NamedTuple):
 class _Snapshot(NamedTuple):
     values: Values
     tensors: list[Tensor]
-    numbers: list[list[int]]  # of the tensors, see ``_numbers``
+    numbers: list[list[int]]  # addresses, versions and checksums of the tensors; see ``_numbers``
     thorough: bool
 
 
 class StateGuard:
-    """Compares the state of some objects before and after they see private examples.
+    """Compare the state of some objects before and after they see private examples.
 
     Args:
-        **objects: the objects, by their names in messages, with ``_`` for a blank.
+        **objects: the objects, by their names in messages; ``_`` stands for a space.
     """
 
     def __init__(self, **objects: Any) -> None:
         self._objects = objects
         self._places: list[_Place] = []
-        self._dicts: list[Any] = []  # of the first places, which are read in C
-        self._keys: list[tuple[str, ...]] = []  # that are read of each of these
+        self._dicts: list[Any] = []  # dictionaries of the first places, which are read in C
+        self._keys: list[tuple[str, ...]] = []  # the keys that are read of each dictionary
         self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
         self._tensors: list[Tensor] = []
         self._titles: list[str] = []  # the names of these tensors
-        self._walked: Values | None = None  # the values that were last walked through
+        self._walked: Values | None = None  # the values at the last walk
 
     def __reduce__(self) -> Any:
-        return functools.partial(StateGuard, **self._objects), ()  # it is walked anew elsewhere
+        return functools.partial(StateGuard, **self._objects), ()  # another process walks again
 
     @contextmanager
     def unchanged(self, thorough: bool = False) -> Iterator[None]:
@@ -126,8 +126,11 @@ class StateGuard:
 
         If a check inside fails and the state has changed, the error names the change.
 
+        Args:
+            thorough: as in ``snapshot``.
+
         Raises:
-            PrivacyError: the state has changed. The message names the object and the attribute.
+            PrivacyError: if the state has changed. The message names the object and the attribute.
         """
         before = self.snapshot(thorough)
         try:
@@ -141,8 +144,9 @@ class StateGuard:
         """Return the current state.
 
         Args:
-            thorough: whether to add up the bits of all tensors. That sees a change through
-                ``.data``, which torch does not count, and takes 0.06 s for 100 million numbers.
+            thorough: whether to compute checksums of all tensors. They detect a change through
+                ``.data``, which torch's version counter does not. They take 0.06 s for 100 million
+                numbers.
         """
         self._reshard()
         values = self._read()
@@ -154,7 +158,7 @@ class StateGuard:
         """Compare the current state with the last snapshot.
 
         Raises:
-            PrivacyError: they differ. The message names the object and the attribute.
+            PrivacyError: if they differ. The message names the object and the attribute.
         """
         self._reshard()
         if (numbers := _numbers(before.tensors, before.thorough)) != before.numbers:
@@ -166,16 +170,16 @@ class StateGuard:
             for place, old in zip(self._places, self._split(before.values), strict=True):
                 if (changed := _changed(place, old)) is not None:
                     self._refuse(changed)
-            self._walked = None  # equal values, of which some are other objects
+            self._walked = None  # all values are equal, but some are other objects
 
     def _refuse(self, name: str, tensor: Tensor | None = None) -> None:
         title, _, path = name.partition(".")
         thing = self._objects[title]
         what = f"{path} of the " if path else "the "
-        thing = getattr(thing, "data_collator", thing)  # of the host's, which leaves out columns
+        thing = getattr(thing, "data_collator", thing)  # without the Trainer's wrapper
         kind = "" if isinstance(thing, types.FunctionType) else f" ({type(thing).__name__})"
         saved = isinstance(thing, nn.Module) and any(
-            tensor is own for own in thing.state_dict(keep_vars=True).values()
+            tensor is value for value in thing.state_dict(keep_vars=True).values()
         )
         published = (
             "It is saved with the weights, and would publish a statistic of the training data "
@@ -184,8 +188,8 @@ class StateGuard:
             else ""
         )
         raise (UnsupportedModelError if title == "model" else PrivacyError)(
-            f"Private examples changed {what}{title.replace('_', ' ')}{kind}. {published}What is "
-            "kept of one example can change what is computed of later ones, and clipping does not "
+            f"Private examples changed {what}{title.replace('_', ' ')}{kind}. {published}Such a "
+            "memory lets one example change the gradients of later ones, and clipping does not "
             f"bound that. {_REMEDIES.get(title, _REMEDY)} Nothing of this step was released."
         )
 
@@ -200,12 +204,12 @@ class StateGuard:
         try:
             attributes = tuple(chain.from_iterable(map(call, self._getters, self._dicts)))
         except KeyError:
-            attributes = ()  # one was deleted
+            attributes = ()  # an attribute was deleted
         others = (place.read() for place in self._places[len(self._dicts) :])
         return [tuple(map(len, self._dicts)), attributes, *others]
 
     def _split(self, values: Values) -> Iterator[tuple[Any, ...]]:
-        """Yields the values of each place."""
+        """Yield the values of each place."""
         _, attributes, *others = values
         left = iter(attributes)
         for keys in self._keys:
@@ -213,11 +217,11 @@ class StateGuard:
         yield from others
 
     def _walk(self) -> Values:
-        """Lists all places and tensors; returns the values that they have."""
+        """List all places and tensors; return their current values."""
         places: list[_Place] = []
         self._tensors, self._titles = [], []
         seen: dict[int, Any] = {}
-        for root in self._objects.items():  # all of a model before a loss that refers to it
+        for root in self._objects.items():  # a model first, because its loss may refer to it
             waiting = deque([root])
             while waiting and len(places) < _MOST_PLACES:
                 name, value = waiting.popleft()
@@ -235,7 +239,7 @@ class StateGuard:
         fast = list(takewhile(_is_fast, self._places))
         self._dicts = [place.own for place in fast]
         names = [place.keys or () for place in fast]
-        self._keys = [keys if len(keys) > 1 else keys * 2 for keys in names]  # or it is no tuple
+        self._keys = [keys if len(keys) > 1 else keys * 2 for keys in names]  # for a tuple result
         self._getters = [itemgetter(*keys) for keys in self._keys]
         self._walked = self._read()
         return self._walked
@@ -253,13 +257,13 @@ _REMEDIES = {
 }
 
 
-# ---- Which parts an object has ----
+# ---- The places of an object ----
 
 _Inside = list[tuple[str, Any]]
 
 
 def _explore(name: str, value: Any) -> tuple[list[_Place], _Inside]:
-    """Returns the places of one object, and what to look into next."""
+    """Return the places of one object, and the objects that it refers to, with names."""
     if isinstance(value, nn.Module):
         return _of_module(name, value)
     if type(value) in weakref.ProxyTypes:
@@ -293,10 +297,10 @@ def _explore(name: str, value: Any) -> tuple[list[_Place], _Inside]:
 
 
 def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
-    """Returns what a module has, and what its user's hooks refer to.
+    """Return the places of a module, and the objects that it and the user's hooks refer to.
 
-    Attributes of torch's own layers are constants, and left out unless a hook may set them. So are
-    attributes of a layer with a quantised weight: they say how the weight is laid out.
+    Attributes of torch's layers are constants, and left out unless a hook may set them. Attributes
+    of a layer with a quantised weight are left out too: they describe the weight's memory layout.
     """
     own, cls = vars(module), type(module).__module__
     hooks = [*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values()]
@@ -317,7 +321,7 @@ def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
 
 
 def _is_quantised(parameter: Any) -> bool:
-    """Whether this is a frozen weight of a class of a library for quantisation."""
+    """Whether a parameter is a frozen weight of a quantisation library's class."""
     frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
     return frozen and not isinstance(parameter, DTensor) and type(parameter) is not nn.Parameter
 
@@ -336,22 +340,23 @@ def _of_generator(name: str, generator: Any) -> tuple[list[_Place], _Inside]:
 
 
 def _of_trainer(name: str, trainer: Any) -> tuple[list[_Place], _Inside]:
-    """Returns the attributes of the trainer whose ``compute_loss`` is the loss.
+    """Return the attributes of a trainer whose ``compute_loss`` is the loss.
 
-    Of its objects only those are looked into that a subclass may have added to remember something.
+    Only containers, arrays and generators are walked through: a subclass may remember examples in
+    them.
     """
-    own = vars(trainer)
+    attributes = vars(trainer)
     simple = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
-    kept = {n: v for n, v in own.items() if type(v) in simple}
-    return [_attributes(name, own)], _named(name, kept)
+    kept = {n: v for n, v in attributes.items() if type(v) in simple}
+    return [_attributes(name, attributes)], _named(name, kept)
 
 
 def _of_container(name: str, value: Any) -> tuple[list[_Place], _Inside]:
-    # Parts have the name of the whole: keys may be values of examples.
+    # Entries have the name of the container, because a key may be a value of an example.
     if len(value) > _LARGE:
         return [_Place(name, lambda: (len(value),))], []
     if isinstance(value, dict):
-        added = getattr(value, "__dict__", {})  # of a class that adds attributes
+        added = getattr(value, "__dict__", {})  # attributes of a subclass
         inside = [*value.values(), *added.values()]
         return [_Place(name, lambda: (*value, *value.values()))], [(name, item) for item in inside]
     places = [] if isinstance(value, tuple | frozenset) else [_Place(name, lambda: tuple(value))]
@@ -359,7 +364,7 @@ def _of_container(name: str, value: Any) -> tuple[list[_Place], _Inside]:
 
 
 def _of_function(name: str, function: types.FunctionType) -> tuple[list[_Place], _Inside]:
-    """Returns the variables that a function of the user's own code refers to."""
+    """Return the variables that a function of the user's code refers to."""
     if _is_installed(function.__module__):
         return [], []
     cells, everywhere = function.__closure__ or (), function.__globals__
@@ -382,16 +387,16 @@ def _of_running(name: str, running: types.GeneratorType[Any, Any, Any]) -> Any:
 
 
 def _of_class(name: str, cls: type) -> tuple[list[_Place], _Inside]:
-    """Returns the class attributes of the user's own classes, and what their functions refer to."""
-    own = [base for base in cls.__mro__ if not _is_installed(base.__module__)]
-    places = [_attributes(name, vars(base)) for base in own]
-    return places, [(name, value) for base in own for value in vars(base).values()]
+    """Return the class attributes of the user's classes."""
+    bases = [base for base in cls.__mro__ if not _is_installed(base.__module__)]
+    places = [_attributes(name, vars(base)) for base in bases]
+    return places, [(name, value) for base in bases for value in vars(base).values()]
 
 
 def _of_object(name: str, value: Any) -> tuple[list[_Place], _Inside]:
     if hasattr(value, "_format_kwargs") and hasattr(value, "_fingerprint"):  # datasets.Dataset
         return [], [(f"{name}.transform", value._format_kwargs)]
-    if type(value).__name__ == "RemoveColumnsCollator":  # it notes what it has logged
+    if type(value).__name__ == "RemoveColumnsCollator":  # it remembers whether it has logged
         return [], [(name, value.data_collator)]
     inside: _Inside = [(name, type(value))]
     slots = [n for base in type(value).__mro__ for n in _slots(base)]
@@ -432,7 +437,7 @@ def _named(name: str, own: Mapping[str, Any]) -> _Inside:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it has no value yet
+    except ValueError:  # the cell is empty
         return None
 
 
@@ -442,14 +447,14 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _is_left_out(value: Any) -> bool:
-    if type(value).__module__.startswith("torch.distributed."):  # which gathers and frees weights
+    if type(value).__module__.startswith("torch.distributed."):  # state of gathered weights
         return True
     return any(base.__name__ in _LEFT_OUT for base in type(value).__mro__)
 
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module is none of the user's own: of Python, of an installed library, or ours."""
+    """Whether a module belongs to Python, to an installed library or to this package."""
     first = (module or "").partition(".")[0]
     if first in sys.stdlib_module_names - {"__main__"} or first == __name__.partition(".")[0]:
         return True
@@ -461,15 +466,15 @@ def _is_installed(module: str | None) -> bool:
 
 
 def _same(before: Values, after: Values) -> bool:
-    """Whether all values are the same objects, or equal; False if that cannot be said."""
+    """Whether all values are the same objects, or equal; False if they cannot be compared."""
     try:
         return before == after
-    except Exception:  # of tensors and arrays, which are compared number by number
+    except Exception:  # tensors and arrays have no single truth value
         return False
 
 
 def _changed(place: _Place, before: tuple[Any, ...]) -> str | None:
-    """Returns the name of a part that has another value than before; None if all are equal."""
+    """Return the name of a value that has changed; None if all are equal."""
     if place.keys is None:
         after = place.read()
         same = len(before) == len(after) and all(map(_equal, before, after))
@@ -503,7 +508,7 @@ def _equal_tensors(before: Tensor, after: Tensor) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether this is a handle, as of a file or a connection, which is opened when first used."""
+    """Whether a value is a handle, of a file or a connection, that is opened at its first use."""
     if not _is_installed(type(value).__module__) or isinstance(value, types.GeneratorType):
         return False
     try:
@@ -516,34 +521,28 @@ def _is_opaque(value: Any) -> bool:
 
 
 def _numbers(tensors: list[Tensor], thorough: bool) -> list[list[int]]:
-    """Return the addresses of tensors, how often each was changed in place, and checksums.
-
-    Checksums only if ``thorough``.
-    """
-    if _ORDINARY.issuperset(map(type, tensors)):  # nearly always, and in C
-        found, places = tensors, list(map(Tensor.data_ptr, tensors))
+    """Return the addresses and version counters of tensors; if ``thorough``, checksums too."""
+    if _ORDINARY.issuperset(map(type, tensors)):  # the usual case, which runs in C
+        local_tensors, places = tensors, list(map(Tensor.data_ptr, tensors))
     else:
-        found = [local(tensor) for tensor in tensors]
-        places = [t.data_ptr() if type(t) in _ORDINARY else 0 for t in found]
+        local_tensors = [local(tensor) for tensor in tensors]
+        places = [t.data_ptr() if type(t) in _ORDINARY else 0 for t in local_tensors]
     sums = [[_checksum(tensor) for tensor in tensors]] if thorough else []
-    return [places, list(map(_version, found)), *sums]
+    return [places, list(map(_version, local_tensors)), *sums]
 
 
 _version = attrgetter("_version")
 
 
 def _checksum(tensor: Tensor) -> int:
-    """Returns a number that almost surely changes with any bit of a tensor.
-
-    Bits are added up as integers, in columns with different weights.
-    """
+    """Return a checksum of the bits of a tensor: a weighted sum of its bytes as integers."""
     tensor = local(tensor.detach())
     if hasattr(tensor, "__tensor_flatten__"):  # a wrapper of other tensors
         parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         return hash(tuple(map(_checksum, parts)))
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return 0
-    if not tensor.untyped_storage().nbytes():  # of a gathered weight, freed since
+    if not tensor.untyped_storage().nbytes():  # a gathered weight that was freed since
         return 0
     tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = tensor.contiguous().view(-1).view(torch.uint8)
@@ -557,19 +556,19 @@ def _checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-# ---- Before it ----
+# ---- Before the first snapshot ----
 
 
 def warm_up(model: nn.Module, batches: Iterable[Mapping[str, Any]]) -> None:
     """Run a model once in training mode on public inputs, so that it builds its tables.
 
-    A table that a model builds in its first pass is then no memory of private examples. Nothing
-    happens if the model cannot be run on these inputs.
+    ``StateGuard`` would take a table that the model builds in its first pass for a memory of
+    private examples. Nothing happens if the model cannot run on these inputs.
 
     Args:
         model: the model.
-        batches: makes inputs. The last of eight is used, which has the longest texts; of images
-            and sound, the first.
+        batches: public inputs. The last of eight batches is used, because it has the longest
+            texts; for images and sound, the first batch.
     """
     some: dict[str, Any] = {}
     with suppress(Exception), in_mode(model, training=True), keeping_random_state():

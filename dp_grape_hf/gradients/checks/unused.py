@@ -1,14 +1,13 @@
-"""Parameters that come with a model and take no part in its loss.
+"""Freezing of parameters that come with a model and take no part in its loss.
 
-The mask token of a model that masks nothing, the embedding of SpecAugment where that is off, a
-decoder's attention to an encoder that is not there: noise alone would train them. Which they are is
-decided without the training data, by the inputs that ``forward`` names and on inputs that are
-nobody's: the world sees what is trained, and no private example may choose it, nor whether one has
-an input that others lack. What only some examples use (an expert, a branch that asks for a value)
-is not frozen.
+Examples are the mask token of a model that masks nothing, the embedding of SpecAugment if it is
+off, and a decoder's attention to an encoder that does not exist. Noise alone would train such a
+parameter. The list of trained parameters is published, so no private example may influence it. So
+the choice uses the arguments of ``forward`` and synthetic or public inputs only. Parameters that
+only some examples use (an expert, a branch that depends on a value) are not frozen.
 
-The graph of a forward pass says which parameters its outputs were computed from. It is walked, not
-differentiated, so no gradient is computed.
+The autograd graph of a forward pass shows which parameters the outputs depend on. No gradient is
+computed.
 """
 
 from __future__ import annotations
@@ -39,25 +38,24 @@ logger = logging.getLogger(__name__)
 def freeze_unused(
     model: nn.Module, loss: LossFunction, batches: Iterable[Mapping[str, Any]]
 ) -> list[str]:
-    """Freezes the trainable parameters that no output needs which the loss is computed from.
+    """Freeze the trainable parameters that the loss does not depend on.
 
-    A parameter is not frozen if another one of its name, but for numbers, takes part, unless its
-    own module ran all the same: an expert that no token was sent to would be such a one. Nothing is
-    frozen if ``forward`` (with PEFT, that of the model inside) names an input that no batch has and
-    that may be what reaches a parameter: any but labels, masks, positions and the like. Inputs that
-    only a ``**kwargs`` takes are not named.
+    A parameter is not frozen if a parameter with the same name up to numbers takes part: it may
+    belong to an expert that received no token. It is frozen all the same if its module ran in every
+    pass. Nothing is frozen if ``forward`` (with PEFT, of the inner model) has an argument that no
+    batch contains and that may bring a parameter into the loss; labels, masks and positions do not
+    count. Inputs that only ``**kwargs`` accepts are ignored.
 
     Args:
-        model: the model; how it runs, its buffers and the random numbers stay as they are.
-        loss: of the model's outputs; unless it is a head's, all outputs count.
-        batches: inputs of the model that are public. One row of the first and of the second is
-            used.
+        model: the model. Its mode, its buffers and the random state do not change.
+        loss: loss of the model's outputs; all outputs count, unless it is the loss of a head.
+        batches: public inputs of the model. One row of the first and of the second batch is used.
 
     Returns:
-        The names of what was frozen, which are logged too.
+        The names of the frozen parameters, which are also logged.
 
     Guarantee:
-        A function of the model, its loss and the batches: of no training example.
+        The result is a function of the model, its loss and the batches, and of no training example.
     """
     owners = {
         f"{path}.{local}".lstrip("."): (module, parameter)
@@ -70,7 +68,7 @@ def freeze_unused(
         takes = signature(getattr(model, "get_base_model", lambda: model)().forward).parameters
         given = [_completed(batch, takes) for batch in islice(batches, 2)]
         if any(_may_reach(p) for name, p in takes.items() if not any(name in x for x in given)):
-            return []  # then the engine refuses what it finds to be unused
+            return []  # the engine will refuse unused parameters instead
         for inputs in given:
             for training in (False, True):
                 passes.append(_run(model, loss, inputs, training))
@@ -80,7 +78,7 @@ def freeze_unused(
         name for name, (_, p) in owners.items() if any(id(p) in found for found, _ in passes)
     }
     if not reached:
-        return []  # no batch, or a model of which nothing is trained
+        return []  # no batch, or no parameter is trained
     ran_always = set.intersection(*(ran for _, ran in passes))
     unused = []
     for name, (module, parameter) in owners.items():
@@ -91,7 +89,8 @@ def freeze_unused(
             unused.append(name)
     if unused:
         logger.warning(
-            "Frozen, as they take no part in the loss, so that noise alone would train them: %s.",
+            "These parameters take no part in the loss and were frozen: %s. Noise alone would have "
+            "trained them.",
             ", ".join(unused),
         )
     return unused
@@ -100,15 +99,15 @@ def freeze_unused(
 def refuse_reached(
     engine: PerSampleEngine, inputs: Mapping[str, Any], frozen: Collection[str]
 ) -> None:
-    """Refuses a batch whose losses need what was frozen because they would not.
+    """Refuse a batch whose losses depend on a parameter that ``freeze_unused`` froze.
 
     Args:
         engine: computes the losses of its model, which is in training mode.
         inputs: a batch of the model's keyword arguments.
-        frozen: names, as ``freeze_unused`` returned them.
+        frozen: the result of ``freeze_unused``.
 
     Raises:
-        UnsupportedModelError: if a loss was computed from one of these parameters.
+        UnsupportedModelError: if a loss depends on one of these parameters.
     """
     if not frozen:
         return
@@ -122,16 +121,16 @@ def refuse_reached(
         reached = _reached([engine.losses(inputs)])
     if names := [name for name, p in parameters.items() if id(p) in reached]:
         raise UnsupportedModelError(
-            f"{', '.join(names)} was frozen, as no public input has it take part in the loss, "
-            "and the training data do. Freeze it with requires_grad_(False) before the trainer is "
-            "made if it is not to be trained."
+            f"{', '.join(names)} was frozen, because the loss of synthetic inputs does not depend "
+            "on it, but the loss of the training data does. If it need not be trained, freeze it "
+            "with requires_grad_(False) before you create the trainer."
         )
 
 
 def _run(
     model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any], training: bool
 ) -> tuple[set[int], set[nn.Module]]:
-    """Returns the ids of the tensors the outputs were computed from, and the modules that ran."""
+    """Return the ids of the parameters that the outputs depend on, and the modules that ran."""
     ran: set[nn.Module] = set()
     parameter = next(p for p in model.parameters() if p.is_floating_point())
     inputs = {
@@ -151,17 +150,17 @@ def _run(
 
 
 def _reached(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns the ids of the leaves that tensors were computed from."""
+    """Return the ids of the leaves of the autograd graph of some tensors."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(nodes), set()
+    seen, leaves = set(nodes), set()
     while nodes:
         node = nodes.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
-            found.add(id(leaf))
+            leaves.add(id(leaf))
         further = {other for other, _ in node.next_functions if other is not None} - seen
         seen |= further
         nodes += further
-    return found
+    return leaves
 
 
 _REACH_NOTHING = (
@@ -172,9 +171,9 @@ _REACH_NOTHING = (
     *("past_key_values", "use_cache", "return_dict", "return_loss", "logits_to_keep"),
     *("interpolate_pos_encoding", "start_positions", "end_positions"),
 )
-"""Inputs of models of transformers that are made up where they are absent, or that are no examples'
-but states and settings of a model. With labels, and outputs of any name, they are taken to reach no
-parameter by themselves; data in which one does are refused by ``refuse_reached``."""
+"""Inputs of models of transformers that have a default, or are states and settings of a model. The
+package assumes that these inputs, and labels, bring no further parameter into the loss.
+``refuse_reached`` refuses data for which this is wrong."""
 
 
 def _may_reach(parameter: Parameter) -> bool:
@@ -190,7 +189,7 @@ def _may_reach(parameter: Parameter) -> bool:
 
 
 def _completed(batch: Mapping[str, Any], takes: Mapping[str, Parameter]) -> dict[str, Tensor]:
-    """Returns one row of a batch, of what a model takes, with what its decoder reads."""
+    """Return the model's inputs of one row of a batch, with inputs of a decoder."""
     made = {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)}
     read = made.get("input_ids", torch.zeros(1, 1))
     made.setdefault("decoder_input_ids", torch.zeros_like(read, dtype=torch.long))
@@ -203,5 +202,5 @@ def _completed(batch: Mapping[str, Any], takes: Mapping[str, Parameter]) -> dict
 
 
 def _pattern(name: str) -> str:
-    """Returns the name of a parameter without numbers: that of its like in other layers."""
+    """Return the name of a parameter with ``*`` for numbers, which is equal in all layers."""
     return re.sub(r"\d+", "*", name)

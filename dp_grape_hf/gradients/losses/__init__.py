@@ -1,1 +1,1 @@
-"""The loss of one example: by the head of its model, or by a Trainer's own ``compute_loss``."""
+"""Per-sample losses: of a model's head, of a Trainer's ``compute_loss``, or of pairs of texts."""

@@ -1,7 +1,7 @@
-"""What the heads of Hugging Face models compute: one function per kind of head.
+"""The per-sample losses of the heads of Hugging Face models: one function for each kind of head.
 
-A head's function returns one loss per sample, the mean over the sample's own targets, from logits
-and labels. ``losses`` finds the head of a model and runs it.
+The function of a head computes one loss per sample from logits and labels: the mean over the
+sample's own targets. ``losses`` finds the head of a model and runs it.
 
 To add a head, write a function ``(logits, labels, config) -> (B,)`` under ``@head("ForX")``.
 
@@ -26,18 +26,20 @@ IGNORE_INDEX = -100
 
 # ---- Cross-entropy over a vocabulary ----
 
-# Torch's own keeps the log-probabilities, and forms their gradient and that of the logits: three
-# float32 tensors of the size of the logits. This one keeps the logits, which exist anyway, and one
-# number per position; the gradient then takes the logits' place in memory.
+# Torch's cross-entropy keeps the log-probabilities, and forms their gradient and the gradient of
+# the logits: three float32 tensors of the size of the logits. This one keeps the logits, which
+# exist anyway, and one number per position. The gradient then overwrites the logits.
 
-_AT_ONCE = 2**22  # logits converted to float32 at once
+_AT_ONCE = 2**22  # logits that are converted to float32 in one operation
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns ``-log softmax(logits)[target]`` per position, float32; 0 where it is ignored.
+    """Return ``-log softmax(logits)[target]`` per position, (N,), float32; 0 at ignored positions.
+
+    The backward pass overwrites ``logits``, unless the graph is kept.
 
     Args:
-        logits: (N, V), of any floating-point dtype; computed with in float32.
+        logits: (N, V), of any floating-point dtype; the computation is in float32.
         targets: (N,), integers below V, or ``IGNORE_INDEX``.
     """
     losses: Tensor = _CrossEntropy.apply(logits, targets)[0]
@@ -60,10 +62,10 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Any) -> tuple[Tensor, None]:
-        """Returns ``(softmax(logits) - one_hot(target)) * grad_output``, in place of the logits.
+        """Return ``(softmax(logits) - one_hot(target)) * grad_output``, in the logits' memory.
 
-        Where the graph is kept for another backward pass, which needs them, they stay. If anything
-        else still needed the logits, autograd would notice that they were changed.
+        If the graph is kept for another backward pass, the logits are not overwritten. If another
+        operation needs the logits, autograd raises an error because they were changed.
         """
         logits, targets, sums = ctx.saved_tensors
         scale = grad_output.masked_fill(targets == IGNORE_INDEX, 0.0)[:, None]
@@ -83,7 +85,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, logits: Tensor, targets: Tensor) -> tuple[Any, Any]:
-        """Takes the positions of all samples for those of one: no position looks at another."""
+        """Flatten the positions of all samples: no position depends on another."""
         size = info.batch_size
         logits, targets = (
             x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -102,18 +104,20 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class Head:
-    """What is known of the models whose class name ends in one way.
+    """The loss of the models whose class name ends with one suffix.
 
     Args:
         loss: ``(logits, labels, config) -> (B,)``, with ``label_smoothing=`` if ``smooths``.
         labels: the model inputs that are labels; several are stacked in dimension 1.
-        logits: the model outputs the loss is computed from; several are stacked in dimension 1.
+        logits: the model outputs that the loss needs; several are stacked in dimension 1.
         smooths: whether the Trainer's label smoothing is defined for this head.
-        targets: for a head with a label per position, which label (B, T) a position predicts.
-        vocabulary: whether the logits are those of the output embeddings, position by position.
-        prepare: ``(model, inputs, labels) -> inputs``, what the model derives from labels.
-        describe: ``(model, inputs, labels) -> labels``, for a loss that asks for more of the inputs
-            than the logits tell.
+        targets: for a head with a label per position, ``labels -> (B, T)``: the label that each
+            position predicts.
+        vocabulary: whether the logits are the output of the output embeddings at each position.
+        prepare: ``(model, inputs, labels) -> inputs``: adds the inputs that the model derives from
+            labels.
+        describe: ``(model, inputs, labels) -> labels``: adds values of the inputs that the loss
+            needs.
     """
 
     loss: Callable[..., Tensor]
@@ -139,13 +143,17 @@ UNKNOWN_LOSSES = {
     "MusicgenForConditionalGeneration": "predicts several codebooks",
     "MusicgenMelodyForConditionalGeneration": "predicts several codebooks",
 }
-"""Class names that end like a known head, and what is different about their loss."""
+"""Class names that end like a supported head, and how their loss differs."""
 
 
 def head(*suffixes: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
-    """Registers the loss of the models whose class name ends with one of the suffixes.
+    """Register the loss of the models whose class name ends with one of the suffixes.
 
-    Of several suffixes that fit, the longest counts. ``facts`` are further fields of ``Head``.
+    If several suffixes fit, the longest counts.
+
+    Args:
+        *suffixes: ends of class names.
+        **facts: further fields of ``Head``.
     """
 
     def register(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -156,25 +164,25 @@ def head(*suffixes: str, **facts: Any) -> Callable[[Callable[..., Tensor]], Call
 
 
 def next_tokens(labels: Tensor) -> Tensor:
-    """Returns for each position the label of the next one, which it predicts; (B, T)."""
+    """Return the label of the next position for each position, (B, T)."""
     return functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def own_tokens(labels: Tensor) -> Tensor:
-    """Returns the labels, (B, T), where each position predicts its own."""
+    """Return the labels (B, T) unchanged: each position predicts its own label."""
     return labels
 
 
 def decoder_inputs(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
-    """Adds the decoder's inputs as the model makes them of labels: shifted to the right.
+    """Add the decoder's inputs, which the model makes by shifting the labels to the right.
 
     Raises:
-        UnsupportedModelError: if the model is no encoder-decoder, or has a shift of another name.
+        UnsupportedModelError: if the model is no encoder-decoder, or its shift is not known.
     """
     name = type(model).__name__
     if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{name} is no encoder-decoder, so it is not known which label its positions predict. "
+            f"{name} is no encoder-decoder. The label that each position predicts is not known. "
             "Pass compute_loss_func=f where f(outputs, labels) returns one loss per sample."
         )
     if {"decoder_input_ids", "decoder_inputs_embeds"} & inputs.keys():
@@ -186,7 +194,7 @@ def decoder_inputs(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
     shift = getattr(sys.modules[type(model).__module__], "shift_tokens_right", None)
     if shift is None:
         raise UnsupportedModelError(
-            f"It is not known how {name} makes its decoder's inputs of labels. Let the data "
+            f"{name} has no known function that makes decoder inputs from labels. Let the data "
             "collator add decoder_input_ids."
         )
     config = model.config
@@ -195,18 +203,18 @@ def decoder_inputs(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
 
 
 def with_frames(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
-    """Puts before the labels (B, L) how many frames of logits a sound has; returns (B, 1 + L).
+    """Return labels (B, 1 + L): the number of logit frames of each sound, and the labels (B, L).
 
     Raises:
-        UnsupportedModelError: if it is not known how many frames the model makes of a sound.
+        UnsupportedModelError: if the number of frames of a sound is not known.
     """
     names = ("_get_feat_extract_output_lengths", "_get_subsampling_output_length")
     frames = next((f for name in names if (f := getattr(model, name, None)) is not None), None)
     if frames is None:
         raise UnsupportedModelError(
-            f"It is not known how many frames {type(model).__name__} makes of a sound, which its "
-            "loss needs. Pass compute_loss_func=f where f(outputs, labels) returns one loss per "
-            "sample."
+            f"{type(model).__name__} has no known function for the number of frames of a sound, "
+            "which its loss needs. Pass compute_loss_func=f where f(outputs, labels) returns one "
+            "loss per sample."
         )
     mask = inputs.get("attention_mask")
     if mask is None:
@@ -215,7 +223,7 @@ def with_frames(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
 
 
 def is_regression(config: Any, outputs: int) -> bool:
-    """Whether that many outputs are to be near numbers, as transformers decides it."""
+    """Whether a classifier with that many outputs is a regression, by the rule of transformers."""
     problem = getattr(config, "problem_type", None)
     return problem == "regression" or (problem is None and outputs == 1)
 
@@ -224,17 +232,17 @@ def is_regression(config: Any, outputs: int) -> bool:
 def classification(
     logits: Tensor, labels: Tensor, config: Any, label_smoothing: float = 0.0
 ) -> Tensor:
-    """Cross-entropy, or what ``config.problem_type`` asks for; (B, V) -> (B,)."""
+    """Return the loss of ``config.problem_type``, by default cross-entropy; (B, V) -> (B,)."""
     problem = getattr(config, "problem_type", None)
     if is_regression(config, logits.shape[-1]):
         _refuse_smoothing(label_smoothing, "regression")
         return (logits - labels.view_as(logits)).square().flatten(1).mean(1)
     if problem == "multi_label_classification" and not labels.is_floating_point():
         raise PrivacyError(
-            f"The labels are {str(labels.dtype).removeprefix('torch.')}, and problem_type="
-            "'multi_label_classification' compares them with probabilities, which are floats: the "
-            "model itself fails on them, also in evaluation. Make the labels float where the rows "
-            "are made, for example [float(label) for label in labels]."
+            f"The labels are {str(labels.dtype).removeprefix('torch.')}, but problem_type="
+            "'multi_label_classification' needs floats. The model itself fails on them too, also "
+            "in evaluation. Make the labels float when you make the rows, for example "
+            "[float(label) for label in labels]."
         )
     if problem == "multi_label_classification" or labels.is_floating_point():
         _refuse_smoothing(label_smoothing, "multi-label classification")
@@ -246,7 +254,7 @@ def classification(
 
 @head("ForMultipleChoice", smooths=True)
 def choice(logits: Tensor, labels: Tensor, config: Any, label_smoothing: float = 0.0) -> Tensor:
-    """Cross-entropy of one choice or class per sample; (B, V) -> (B,)."""
+    """Return the cross-entropy of one choice or class per sample; (B, V) -> (B,)."""
     return functional.cross_entropy(
         logits, labels.view(-1), reduction="none", label_smoothing=label_smoothing
     )
@@ -258,9 +266,9 @@ def choice(logits: Tensor, labels: Tensor, config: Any, label_smoothing: float =
     logits=("start_logits", "end_logits"),
 )
 def question_answering(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Mean cross-entropy of where the answer starts and ends; (B, 2, T), (B, 2) -> (B,).
+    """Return the mean cross-entropy of the answer's start and end; (B, 2, T), (B, 2) -> (B,).
 
-    A place outside the text counts as zero, as where the answer was cut off.
+    A position outside the text (of an answer that was cut off) has loss zero.
     """
     positions = logits.shape[-1]
     places = labels.reshape(-1, 2).clamp(0, positions)
@@ -289,7 +297,7 @@ def question_answering(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
     prepare=decoder_inputs,
 )
 def tokens(logits: Tensor, targets: Tensor, config: Any, label_smoothing: float = 0.0) -> Tensor:
-    """Mean cross-entropy over the sample's own targets; (B, T, V), (B, T) -> (B,)."""
+    """Return the mean cross-entropy over each sample's targets; (B, T, V), (B, T) -> (B,)."""
     flat, chosen = logits.flatten(0, 1), targets.flatten()
     if label_smoothing:
         losses = functional.cross_entropy(
@@ -307,11 +315,11 @@ def tokens(logits: Tensor, targets: Tensor, config: Any, label_smoothing: float 
 
 @head("ForCTC", describe=with_frames)
 def alignment(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Connectionist temporal classification of each sound; (B, T, V), (B, 1 + L) -> (B,).
+    """Return the CTC loss of each sound; (B, T, V), (B, 1 + L) -> (B,).
 
-    The text is what is neither ignored nor the blank. ``config.ctc_loss_reduction="mean"`` divides
-    by its length, as torch does; a text that does not fit into the frames has an infinite loss, or
-    with ``config.ctc_zero_infinity`` none.
+    The text consists of the labels that are neither ignored nor the blank.
+    ``config.ctc_loss_reduction="mean"`` divides by its length, as torch does. A text that does not
+    fit into the frames has an infinite loss, or loss zero with ``config.ctc_zero_infinity``.
     """
     frames, targets, blank = labels[:, 0], labels[:, 1:], config.pad_token_id
     left_out = (targets == IGNORE_INDEX) | (targets == blank)
@@ -330,12 +338,12 @@ def alignment(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
 
 
 def with_the_mask(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
-    """Returns the inputs of a model that is told which patches are masked."""
+    """Return inputs with the mask of patches, ``bool_masked_pos``."""
     return {**inputs, "bool_masked_pos": labels}
 
 
 def masked_pixels(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
-    """Returns images (B, C, H, W) with one channel more, which is 1 where a patch is masked."""
+    """Return images (B, C, H, W) with one channel more, which is 1 where a patch is masked."""
     pixels, patch = inputs["pixel_values"], model.config.patch_size
     side = model.config.image_size // patch
     mask = labels.reshape(-1, side, side).to(pixels.dtype)
@@ -351,29 +359,30 @@ def masked_pixels(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
     describe=masked_pixels,
 )
 def masked_image(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Mean absolute error of masked pixels; (B, C, H, W), (B, C + 1, H, W) -> (B,)."""
+    """Return the mean absolute error of masked pixels; (B, C, H, W), (B, C + 1, H, W) -> (B,)."""
     pixels, mask = labels[:, :-1], labels[:, -1:]
     errors = ((logits - pixels).abs() * mask).flatten(1).sum(1)
     return errors / (mask.flatten(1).sum(1) + 1e-5) / config.num_channels
 
 
 def with_images(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
-    """Returns the inputs of a model whose labels are its images, and which masks by noise.
+    """Return the inputs of a model that masks by noise, and whose labels are its images.
 
     Raises:
-        UnsupportedModelError: if the noise is not given: the model would draw it in evaluation too,
-            and its loss of one example is then not one number.
+        UnsupportedModelError: if the batch has no noise. The model would draw it in evaluation mode
+            too, and the loss of an example would be random.
     """
     if "noise" not in inputs:
         raise UnsupportedModelError(
-            f"{type(model).__name__} draws the patches that it masks anew in every pass. Let the "
-            "data collator draw them for each example: noise=torch.rand(B, patches)."
+            f"{type(model).__name__} draws the masked patches again in every pass, so the loss of "
+            "an example is random. Let the data collator draw them for each example: "
+            "noise=torch.rand(B, patches)."
         )
     return {**inputs, "pixel_values": labels}
 
 
 def masked_patches(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
-    """Returns patches (B, T, d) with one number more, which is 1 where a patch is masked."""
+    """Return patches (B, T, d) with one number more, which is 1 where a patch is masked."""
     patches, noise = model.patchify(labels), inputs["noise"]
     if model.config.norm_pix_loss:
         means, variances = patches.mean(-1, keepdim=True), patches.var(-1, keepdim=True)
@@ -390,7 +399,7 @@ def masked_patches(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
     describe=masked_patches,
 )
 def masked_autoencoding(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """Mean squared error of masked patches; (B, T, d), (B, T, d + 1) -> (B,)."""
+    """Return the mean squared error of masked patches; (B, T, d), (B, T, d + 1) -> (B,)."""
     patches, masked = labels[:, :, :-1], labels[:, :, -1]
     errors = (logits - patches).square().mean(2)
     return (errors * masked).sum(1) / masked.sum(1)
@@ -398,4 +407,4 @@ def masked_autoencoding(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
 
 def _refuse_smoothing(label_smoothing: float, problem: str) -> None:
     if label_smoothing:
-        raise PrivacyError(f"{label_smoothing=} is not defined for {problem}; set it to 0.")
+        raise PrivacyError(f"{label_smoothing=} is not defined for {problem}. Set it to 0.")

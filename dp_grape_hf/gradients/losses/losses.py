@@ -1,9 +1,9 @@
-"""Per-sample losses: sample i's loss is the mean over sample i's own targets and nothing else.
+"""Per-sample losses: sample i's loss is the mean over the targets of sample i alone.
 
-The loss that a Hugging Face model returns divides by a count over the whole batch. That couples the
-samples: one sample's gradient then depends on how many tokens its batch-mates have, and clipping no
-longer bounds what one sample contributes. So the model is run without labels, and its loss is
-computed here from its logits, by the function that ``heads`` has for its kind of head.
+The loss that a Hugging Face model returns divides by a count over the whole batch. Then one
+sample's gradient depends on the number of tokens of other samples, and clipping does not bound the
+influence of one sample. So the model runs without labels, and the function of its head in ``heads``
+computes the losses from its logits.
 
 Shapes: B samples in the batch, T positions, of which at most K have a label, h hidden features.
 """
@@ -40,13 +40,13 @@ LossFunction = Callable[[Any, Tensor | None], Tensor]
 
 @dataclass(frozen=True)
 class HeadLoss(ModelLoss):
-    """The per-sample loss of one model: ``(outputs, labels) -> (B,)``, a ``LossFunction``.
+    """The per-sample loss of one model's head: ``(outputs, labels) -> (B,)``.
 
     Args:
-        model: the model, without PEFT around it.
-        head: what is known of its head.
-        label_smoothing: as the Trainer's ``label_smoothing_factor``.
-        virtual_tokens: how many positions without a label PEFT puts before the text.
+        model: the model, without PEFT's wrapper.
+        head: its head.
+        label_smoothing: the Trainer's ``label_smoothing_factor``.
+        virtual_tokens: number of positions without a label that PEFT puts before the text.
     """
 
     model: nn.Module
@@ -57,13 +57,13 @@ class HeadLoss(ModelLoss):
 
     @property
     def regresses(self) -> bool:
-        """Whether outputs are to be near labels, as ``config.problem_type`` or its default says."""
+        """Whether the head is a regression, by ``config.problem_type`` or its default."""
         config = getattr(self.model, "config", None)
         outputs = getattr(config, "num_labels", 0)
         return self.head.loss is classification and is_regression(config, outputs)
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Tensor | None]:
-        """Returns what the model is run with, and the labels; None if the batch has none."""
+        """Return the inputs to run the model with, and the labels; None for a batch without."""
         inputs = dict(inputs)
         found = [inputs.pop(name, None) for name in self.head.labels]
         if any(value is None for value in found):
@@ -76,10 +76,11 @@ class HeadLoss(ModelLoss):
         return with_patches(inputs), labels
 
     def __call__(self, outputs: Any, labels: Tensor | None) -> Tensor:
-        """Returns the losses (B,), float32.
+        """Return the losses (B,), float32.
 
         Raises:
-            PrivacyError: if there are no labels, or not one per position where that is needed.
+            PrivacyError: if there are no labels, or a head with a label per position has another
+                number of labels.
         """
         if labels is None:
             names = " and ".join(repr(name) for name in self.head.labels)
@@ -93,17 +94,17 @@ class HeadLoss(ModelLoss):
         return self.of(logits, labels)
 
     def of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Returns the losses (B,) of logits and labels that belong to the same positions."""
+        """Return the losses (B,) of logits and labels of the same positions."""
         extra = {"label_smoothing": self.label_smoothing} if self.head.smooths else {}
         config = getattr(self.model, "config", None)
-        if self.head.targets is None:  # the tokens' loss converts a vocabulary's logits in parts
+        if self.head.targets is None:  # ``tokens`` converts the logits to float32 in parts
             logits = logits.float()
         return self.head.loss(logits, labels, config, **extra)
 
     def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
-        """Returns the loss that the model returns by itself when it is given labels.
+        """Return the loss that the model itself returns if it receives labels, a scalar.
 
-        None if it returns none, or labels are smoothed, which models do not do themselves.
+        None if it returns no loss, or if labels are smoothed, which models do not do.
         """
         takes = signature(self.model.forward).parameters
         named = any(p.kind is p.VAR_KEYWORD for p in takes.values()) or takes.keys() >= {
@@ -115,12 +116,12 @@ class HeadLoss(ModelLoss):
         problem = getattr(config, "problem_type", None)
         outputs = model(**with_patches(dict(inputs)))
         if getattr(config, "problem_type", None) != problem:
-            config.problem_type = problem  # which models write down when they see labels
+            config.problem_type = problem  # models set it when they see labels
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
         return loss.float().reshape(()) if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
     def logits(self, outputs: Any) -> Tensor:
-        """Returns the logits among the model's outputs."""
+        """Return the logits among the model's outputs."""
         names = self.head.logits
         if not isinstance(outputs, Mapping):
             found = list(outputs[: len(names)])
@@ -135,34 +136,34 @@ class HeadLoss(ModelLoss):
         return found[0] if len(found) == 1 else torch.stack(found, 1)
 
     def fits(self, labels: Tensor, positions: int) -> bool:
-        """Returns whether so many positions belong to the labels: theirs, or those of PEFT too."""
+        """Whether a number of positions fits the labels, with or without PEFT's virtual tokens."""
         return labels.dim() == 2 and positions - labels.shape[1] in (0, self.virtual_tokens)
 
     def targets(self, labels: Tensor, positions: int) -> Tensor:
-        """Returns which label each position predicts, (B, positions).
+        """Return the label that each position predicts, (B, positions).
 
-        PEFT's prompt tuning puts virtual tokens before the text, which have no label.
+        PEFT's prompt tuning puts virtual tokens without labels before the text.
         """
         assert self.head.targets is not None
         if not self.fits(labels, positions):
             raise PrivacyError(
-                f"The {labels.dim()}-dimensional labels are not one per position of the model; "
+                f"The {labels.dim()}-dimensional labels are not one per position of the model. "
                 f"{type(self.model).__name__} needs labels of shape (B, T), with {IGNORE_INDEX} "
-                "where there is none."
+                "at positions without a label."
             )
         missing = positions - labels.shape[1]
         return self.head.targets(functional.pad(labels, (missing, 0), value=IGNORE_INDEX))
 
 
 def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLoss:
-    """Returns the per-sample loss of a model, chosen by its class name.
+    """Return the per-sample loss of a model, chosen by its class name.
 
-    A class of the user's own has no known name. If its forward takes labels, its loss is the one
-    that it returns for a batch of one example.
+    If the name of a user's class is not known and its forward takes labels, the loss is the one
+    that the model returns for a batch of one example.
 
     Args:
-        model: the model, with PEFT around it or without.
-        label_smoothing: epsilon in [0, 1): that share of the loss is the mean over the vocabulary.
+        model: the model, with PEFT's wrapper or without.
+        label_smoothing: the share of the loss, in [0, 1), that is a mean over the vocabulary.
 
     Raises:
         UnsupportedModelError: if the loss of this head is not known per sample.
@@ -178,10 +179,10 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLo
         if _is_contrastive(base):
             raise UnsupportedModelError(
                 f"The loss of {name} is not known per sample: it is contrastive, and compares the "
-                "samples of a batch with each other, so that none has a gradient of its own that "
-                "could be clipped. Train a head on its features (a model ForImageClassification), "
-                "or pass compute_loss_func=f where f(outputs, labels) returns one loss per sample, "
-                "of shape (B,), and compares each with negatives in its own row or of public data."
+                "samples of a batch with each other, so there are no per-sample gradients to clip. "
+                "Train a head on its features (a model ForImageClassification), or pass "
+                "compute_loss_func=f where f(outputs, labels) returns one loss per sample, of "
+                "shape (B,), and compares each with negatives in its row or of public data."
             )
         if not suffix and returns_its_loss(base) and not label_smoothing:
             return OwnLoss(base)
@@ -189,46 +190,46 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLo
         raise UnsupportedModelError(
             f"The loss of {name} is not known per sample{why}. Pass compute_loss_func=f where "
             "f(outputs, labels) returns one loss per sample, of shape (B,), each computed from "
-            "that sample alone. Known are the heads of models whose names end with: "
+            "that sample alone. The package knows the losses of models whose names end with: "
             f"{', '.join(sorted(HEADS))}."
         )
     if suffix == "ForConditionalGeneration" and _reads_on(base):
         suffix = "ForCausalLM"
-    found = HEADS[suffix]
-    if label_smoothing and not found.smooths:
-        raise PrivacyError(f"{label_smoothing=} is not defined for {name}; set it to 0.")
-    return HeadLoss(base, found, label_smoothing, _virtual_tokens(model))
+    head = HEADS[suffix]
+    if label_smoothing and not head.smooths:
+        raise PrivacyError(f"{label_smoothing=} is not defined for {name}. Set it to 0.")
+    return HeadLoss(base, head, label_smoothing, _virtual_tokens(model))
 
 
 def _reads_on(model: Any) -> bool:
-    """Whether a model generates as a decoder does by itself: images or sounds, and then text."""
+    """Whether a model generates text with a decoder alone, after images or sounds."""
     config: Any = getattr(model, "config", None)
     encodes = getattr(config, "is_encoder_decoder", False)
     return not encodes and hasattr(config, "get_text_config") and config.get_text_config() != config
 
 
 def _is_contrastive(model: nn.Module) -> bool:
-    """Whether a model compares texts with images or sounds, as CLIP does, if asked for its loss."""
+    """Whether the loss of a model is contrastive and off by default, as for CLIP."""
     asked = signature(model.forward).parameters.get("return_loss")
     return asked is not None and asked.default is not True
 
 
 def _virtual_tokens(model: Any) -> int:
-    """Returns how many positions PEFT puts before those of the inputs in the model's outputs."""
+    """Return the number of positions that PEFT adds before the text, in the model's outputs."""
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning:
         return 0
     if config.peft_type == "CPT":
         raise UnsupportedModelError(
-            "The loss of PEFT's CPT weighs the tokens of its context, which is not known per "
+            "The loss of PEFT's CPT weighs the tokens of its context, and is not known per "
             f"sample. Use prompt tuning, or pass compute_loss_func.{advice(model)}"
         )
-    in_outputs = config.task_type != "SEQ_2_SEQ_LM"  # there the prompt is the encoder's
+    in_outputs = config.task_type != "SEQ_2_SEQ_LM"  # there the encoder reads the prompt
     return config.num_virtual_tokens if in_outputs else 0
 
 
 def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
-    """Returns what the model is run with, and the labels, for a head's loss or a user's."""
+    """Return the inputs to run the model with, and the labels, for any loss."""
     if isinstance(loss, ModelLoss):
         return loss.split(inputs)
     inputs = dict(inputs)
@@ -237,7 +238,7 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 
 def losses_of(model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any]) -> Tensor:
-    """Runs a model on a batch; returns its losses (B,)."""
+    """Run a model on a batch; return its losses (B,)."""
     if isinstance(loss, OwnLoss):
         return loss.each(model, inputs)
     given, labels = split(loss, inputs)
@@ -245,10 +246,10 @@ def losses_of(model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any]) -
 
 
 def with_patches(inputs: Inputs) -> Inputs:
-    """Returns inputs with the patches of all images in one row, where they are given by sample.
+    """Return inputs with the patches of all images flattened, if the batch has them by sample.
 
-    Qwen-VL is given patches (P, d) of images whose sizes (n, 3) say how many each has. In a batch
-    of samples they are (B, P / B, d) and (B, n / B, 3).
+    Qwen-VL needs the patches (P, d) of all images, and the sizes (n, 3) of the images. A batch has
+    them by sample as (B, P / B, d) and (B, n / B, 3).
     """
     flat = dict(inputs)
     for sizes, patches in _PATCHES.items():
@@ -260,16 +261,20 @@ def with_patches(inputs: Inputs) -> Inputs:
 _PATCHES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 
 
-# ---- Only where there are labels ----
+# ---- Logits at labelled positions only ----
 
 
 class LabelledPositions:
-    """Computes the vocabulary's logits only at positions with a label, while one pass runs.
+    """Context of a forward pass that computes the vocabulary's logits only at labelled positions.
 
-    Most logits of a masked language model, or of one that is trained on completions, meet no
-    label. As a context around the forward pass, this hands the output embeddings the labelled
-    positions of each sample, (B, K, h) of (B, T, h), where K is the most that a sample has; what a
-    sample has less is filled up with ignored positions. Losses and gradients stay the same.
+    Most positions of a masked language model, or of training on completions, have no label. Inside
+    this context, the output embeddings receive (B, K, h) of the hidden states (B, T, h): the
+    labelled positions of each sample, filled up with ignored positions. K is the largest number of
+    labels of a sample. Losses and gradients do not change.
+
+    Args:
+        loss: the loss of the model.
+        labels: the labels of the batch.
     """
 
     def __init__(self, loss: HeadLoss, labels: Tensor) -> None:
@@ -289,7 +294,7 @@ class LabelledPositions:
             self._hook.remove()
 
     def losses(self, outputs: Any) -> Tensor | None:
-        """Returns the losses (B,), or None if the model uses its output embeddings otherwise."""
+        """Return the losses (B,); None if the logits do not fit to the labelled positions."""
         if self._targets is None:
             return self._loss(outputs, self._labels)
         logits = self._loss.logits(outputs)
@@ -308,17 +313,17 @@ class LabelledPositions:
         most = max(1, targets.shape[1] - int(ignored.sum(1).min()))  # K
         if 4 * most > 3 * targets.shape[1]:
             return None
-        # Sorted, not selected: a selection by value would have to be told from one of the model's.
+        # Sort instead of selecting by value, which ``Selections`` would track.
         chosen = torch.argsort(ignored.byte(), dim=1, stable=True)[:, :most]
         self._targets = targets.gather(1, chosen)
         return (hidden.gather(1, chosen[:, :, None].expand(-1, -1, hidden.shape[2])),)
 
 
-# ---- A user's loss ----
+# ---- The user's loss ----
 
 
 def with_three_arguments(function: Callable[..., Tensor] | None) -> Any:
-    """Returns a user's loss as the Trainer calls it, also if it takes outputs and labels only."""
+    """Return the user's loss with the three arguments of the Trainer, if it takes only two."""
     if function is None or "num_items_in_batch" in signature(function).parameters:
         return function
     if any(p.kind is p.VAR_KEYWORD for p in signature(function).parameters.values()):
@@ -331,19 +336,19 @@ def with_three_arguments(function: Callable[..., Tensor] | None) -> Any:
 
 
 def checked(loss: Tensor, batch_size: int) -> Tensor:
-    """Returns the losses if there is one per sample.
+    """Return the losses if there is one per sample.
 
     Raises:
         PrivacyError: for any other shape; a batch mean cannot be split into per-sample losses.
     """
     if not isinstance(loss, torch.Tensor) or loss.shape != (batch_size,):
-        found = type(loss).__name__
+        kind = type(loss).__name__
         if isinstance(loss, torch.Tensor):
             same = loss.dim() == 1
-            found = "tensor of another length" if same else f"{loss.dim()}-dimensional tensor"
+            kind = "tensor of another length" if same else f"{loss.dim()}-dimensional tensor"
         raise PrivacyError(
-            f"The loss is a {found}; one loss per sample, shape (B,), is needed. Return losses "
-            "without reducing over the batch (reduction='none', then a mean over each sample's own "
-            "tokens)."
+            f"The loss is a {kind}, but clipping needs one loss per sample, shape (B,). Return "
+            "losses without reducing over the batch (reduction='none', then a mean over each "
+            "sample's own tokens)."
         )
     return loss

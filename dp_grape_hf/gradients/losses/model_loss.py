@@ -1,4 +1,4 @@
-"""``ModelLoss``: what a loss has to say that knows how a model is run."""
+"""``ModelLoss``: the base class of losses that decide which inputs the model receives."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dp_grape_hf.gradients.losses.heads import Inputs
 
 
 class ModelLoss(ABC):
-    """A loss that says itself what of a batch the model is run with."""
+    """A per-sample loss that decides which inputs of a batch the model receives."""
 
     name: ClassVar[str]
-    """What errors call it."""
+    """The name of the loss in error messages."""
 
     @property
     def regresses(self) -> bool:
-        """Whether outputs are to be near labels that are numbers; else they are logits."""
+        """Whether the loss is a regression; otherwise the outputs are logits."""
         return False
 
     @abstractmethod
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
-        """Returns what the model is run with, and what the losses are computed of beside."""
+        """Return the inputs to run the model with, and the labels for ``__call__``."""
 
     @abstractmethod
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
-        """Returns the losses (B,)."""
+        """Return the losses (B,)."""
 
     @abstractmethod
     def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor | None:
-        """Returns the loss that is minimised without privacy, a scalar, or None if it has none."""
+        """Return the loss of ordinary training without privacy, a scalar; None without one."""

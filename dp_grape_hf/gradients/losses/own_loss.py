@@ -1,8 +1,7 @@
-"""The loss that a model returns itself, of one example at a time.
+"""The loss that a model itself returns, for one example at a time.
 
-Most modules that people write return the mean loss of the batch that they are given. The mean over
-a batch of one example is the loss of that example. So the model runs on one example at a time, and
-nothing else has to be known about its loss.
+Most models that users write return the mean loss of a batch. For a batch of one example, this is
+the loss of the example. So the model runs on one example at a time, and its loss need not be known.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ class OwnLoss(ModelLoss):
         self._name = type(model).__name__
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, None]:
-        """Returns all inputs, labels included: the model computes its loss with them."""
+        """Return all inputs, including labels, which the model needs for its loss."""
         return dict(inputs), None
 
     def __call__(self, outputs: Any, labels: Tensor | None = None) -> Tensor:
-        """Returns the loss of a batch of one, (1,), float32.
+        """Return the loss of a batch of one, (1,), float32.
 
         Raises:
-            UnsupportedModelError: the model returns no number.
+            UnsupportedModelError: if the model returns no scalar loss.
         """
         if isinstance(outputs, Mapping):
             loss = outputs.get("loss")
@@ -51,32 +50,31 @@ class OwnLoss(ModelLoss):
             loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise UnsupportedModelError(
-                f"{self._name} was given one example with its labels, and returned no loss: "
-                "neither a mapping with 'loss', nor a tuple that begins with it. Without a loss of "
-                "each example nothing can be clipped. Return {'loss': ..., 'logits': ...}, or pass "
-                "compute_loss_func=f where f(outputs, labels) returns one loss per sample, of "
-                "shape (B,)."
+                f"{self._name} received one example with its labels, and returned no loss: neither "
+                "a mapping with 'loss', nor a tuple that begins with it. Clipping needs the loss "
+                "of each example. Return {'loss': ..., 'logits': ...}, or pass compute_loss_func=f "
+                "where f(outputs, labels) returns one loss per sample, of shape (B,)."
             )
         return loss.float().reshape(1)
 
     def each(self, run: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
-        """Runs the model on one example after the other; returns the losses (B,)."""
+        """Run the model on one example after the other; return the losses (B,)."""
         size = batch_size_of(inputs)
         rows = (copies_of(inputs, 1, row) for row in range(size)) if size > 1 else [inputs]
         return torch.cat([self(run(**row)) for row in rows])
 
     def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
-        """Returns the mean of the losses of single examples, a scalar."""
+        """Return the mean of the losses of single examples, a scalar."""
         return self.each(model, inputs).mean()
 
 
 def is_target(name: str) -> bool:
-    """Whether the name of an argument of a forward says that it is a label."""
+    """Whether an argument of a forward is a label, by its name."""
     return "label" in name or name in _TARGETS
 
 
 def returns_its_loss(model: nn.Module) -> bool:
-    """Whether a forward takes labels, and is none of transformers, whose losses are known."""
+    """Whether a forward takes labels, and is not defined in transformers."""
     module = getattr(model.forward, "__module__", None) or ""
     theirs = module.partition(".")[0] == "transformers"
     return not theirs and any(map(is_target, signature(model.forward).parameters))

@@ -1,8 +1,8 @@
-"""Losses of pairs of texts, of which one is preferred: of reward models, and of DPO.
+"""Losses of pairs of a chosen and a rejected text: of reward models, and of DPO.
 
-A pair is one example: its two texts lie side by side, (B, 2, T), the chosen one first. The model is
-given them as rows of a batch, and the gradient of a pair is the sum of those of its rows before
-there is any norm.
+A pair is one example. A batch has the two texts of a pair as (B, 2, T), the chosen text first. The
+model receives them as rows of a batch. The gradient of a pair is the sum of the gradients of its
+two rows, before clipping.
 
 Shapes: B pairs, T positions, V words in the vocabulary.
 """
@@ -27,14 +27,14 @@ from dp_grape_hf.gradients.losses.heads import (
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 
 OfBatch = Callable[[Any, Inputs], Tensor]
-"""A model and pairs, as ``by_halves`` gives them -> the mean of their losses."""
+"""``(model, pairs) -> scalar``: the mean loss of pairs in the format of ``by_halves``."""
 
 
 def side_by_side(batch: Mapping[str, Any], size: int) -> Inputs:
-    """Returns a batch whose first half of rows is chosen, as pairs: (2 B, ...) as (B, 2, ...).
+    """Return a batch with the chosen texts in the first half of its rows as pairs, (B, 2, ...).
 
     Args:
-        batch: what a collator made; what has one row for a pair stays as it is.
+        batch: a collated batch; a tensor has 2 B rows, or B rows, which are returned unchanged.
         size: B.
 
     Raises:
@@ -45,15 +45,15 @@ def side_by_side(batch: Mapping[str, Any], size: int) -> Inputs:
         rows = len(value) if isinstance(value, Tensor) and value.dim() else 0
         if rows not in (size, 2 * size):
             raise PrivacyError(
-                f"The data collator made {name!r} of {size} pairs with {rows} rows. Of each pair "
-                "it must make two, those of the chosen texts before the others, or one number."
+                f"The data collator made {name!r} of {size} pairs with {rows} rows. It must return "
+                "two rows for each pair, all chosen texts before the rejected ones, or one row."
             )
         pairs[name] = torch.stack(value.chunk(2), 1) if rows == 2 * size else value
     return pairs
 
 
 def by_halves(pairs: Mapping[str, Any]) -> Inputs:
-    """Returns pairs (B, 2, ...) as the rows of the chosen texts and then the others, (2 B, ...)."""
+    """Return pairs (B, 2, ...) as rows (2 B, ...), all chosen texts before the rejected ones."""
     texts = pairs["input_ids"].shape[:2]
     return {
         name: torch.cat([*value.unbind(1)]) if value.shape[:2] == texts else value
@@ -62,23 +62,23 @@ def by_halves(pairs: Mapping[str, Any]) -> Inputs:
 
 
 class PairLoss(ModelLoss):
-    """A loss of pairs.
+    """Base class of per-sample losses of pairs.
 
     Args:
-        own: the loss that is minimised without privacy.
+        of_batch: the loss of ordinary training without privacy.
     """
 
-    def __init__(self, own: OfBatch) -> None:
-        self._own = own
+    def __init__(self, of_batch: OfBatch) -> None:
+        self._of_batch = of_batch
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Inputs]:
-        """Returns what the model is run with, (2 B, T), the rows of a pair together; and all."""
+        """Return the model's inputs (2 B, T), with the rows of a pair together, and all inputs."""
         texts = {n: v.flatten(0, 1) for n, v in inputs.items() if n in _OF_MODEL}
         return {**texts, "use_cache": False}, dict(inputs)
 
     def of_batch(self, model: Callable[..., Any], inputs: Mapping[str, Any]) -> Tensor:
-        """Returns the loss that is minimised without privacy, a scalar."""
-        return self._own(model, by_halves(inputs)).float().reshape(())
+        """Return the loss of ordinary training without privacy, a scalar."""
+        return self._of_batch(model, by_halves(inputs)).float().reshape(())
 
 
 _OF_MODEL = ("input_ids", "attention_mask", "token_type_ids")
@@ -88,18 +88,18 @@ class RewardLoss(PairLoss):
     """``-log sigmoid(r - r' - margin) + c (r + r')^2`` of two rewards (Bradley and Terry).
 
     Args:
-        own: as in ``PairLoss``.
-        centering: c, which keeps rewards near zero.
+        of_batch: as in ``PairLoss``.
+        centering: c, which keeps rewards near zero; None for 0.
     """
 
     name = "the loss of a pair of rewards"
 
-    def __init__(self, own: OfBatch, centering: float | None) -> None:
-        super().__init__(own)
+    def __init__(self, of_batch: OfBatch, centering: float | None) -> None:
+        super().__init__(of_batch)
         self._centering = centering or 0.0
 
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
-        """Returns the losses (B,) of rewards (2 B, 1)."""
+        """Return the losses (B,) of rewards (2 B, 1)."""
         chosen, rejected = outputs["logits"].float().reshape(-1, 2).unbind(1)
         margin = labels.get("margin", 0.0)
         losses = -functional.logsigmoid(chosen - rejected - margin)
@@ -108,16 +108,17 @@ class RewardLoss(PairLoss):
 
 @dataclass(frozen=True)
 class Ratios:
-    """What a loss of DPO is computed of; a ratio is that of two probabilities, as logarithm.
+    """The inputs of a DPO loss.
 
     Args:
-        chosen: (B,), of the chosen text under the model and the reference.
-        rejected: (B,), of the other one.
-        sizes: (B, 2), how many words of each text count.
-        likelihood: (B,), the log-probability of the chosen text.
-        beta: how much a ratio counts.
-        smoothing: the share of pairs whose preference is wrong.
-        tau: the temperature of ``discopop``.
+        chosen: (B,), log of the ratio of the chosen text's probabilities under the model and the
+            reference model.
+        rejected: (B,), the same for the rejected text.
+        sizes: (B, 2), number of tokens of each completion.
+        likelihood: (B,), log-probability of the chosen text under the model.
+        beta: factor of the log ratios.
+        smoothing: the assumed share of pairs with a wrong preference.
+        tau: temperature of ``discopop``.
     """
 
     chosen: Tensor
@@ -130,12 +131,12 @@ class Ratios:
 
     @property
     def margin(self) -> Tensor:
-        """The difference of the ratios, times beta."""
+        """The difference of the log ratios, times beta."""
         return self.beta * (self.chosen - self.rejected)
 
     @property
     def mean_margin(self) -> Tensor:
-        """The difference of the ratios per word."""
+        """The difference of the log ratios per token."""
         sizes = self.sizes.clamp(min=1)
         return self.chosen / sizes[:, 0] - self.rejected / sizes[:, 1]
 
@@ -184,29 +185,29 @@ PREFERENCES: dict[str, Callable[[Ratios], Tensor]] = {
     "discopop": _discopop,
     "sft": lambda of: -of.likelihood / of.sizes[:, 0].clamp(min=1),
 }
-"""The losses (B,) of DPO and its kin by the names of TRL, those in which a pair counts alone."""
+"""The per-pair losses (B,) of DPO and its variants, by the names of TRL."""
 
 REFERENCE = "reference_logps"
-"""Under this name a batch has the log-probabilities of its texts under the reference, (B, 2)."""
+"""Name of the entry of a batch with the texts' log-probabilities under the reference, (B, 2)."""
 
 
 class PreferenceLoss(PairLoss):
-    """The loss of direct preference optimisation (Rafailov et al. 2023) and its kin.
+    """The loss of direct preference optimisation (Rafailov et al. 2023) and its variants.
 
     Args:
-        own: as in ``PairLoss``.
-        weights: how much each of ``PREFERENCES`` counts.
-        settings: ``beta``, ``smoothing`` and ``tau`` of ``Ratios``.
+        of_batch: as in ``PairLoss``.
+        weights: name in ``PREFERENCES`` -> weight in the sum of losses.
+        **settings: ``beta``, ``smoothing`` and ``tau`` of ``Ratios``.
     """
 
     name = "the loss of a pair of texts"
 
-    def __init__(self, own: OfBatch, weights: Mapping[str, float], **settings: float) -> None:
-        super().__init__(own)
+    def __init__(self, of_batch: OfBatch, weights: Mapping[str, float], **settings: float) -> None:
+        super().__init__(of_batch)
         self._weights, self._settings = weights, settings
 
     def __call__(self, outputs: Any, labels: Any) -> Tensor:
-        """Returns the losses (B,) of logits (2 B, T, V)."""
+        """Return the losses (B,) of logits (2 B, T, V)."""
         mask = labels["completion_mask"].flatten(0, 1)
         words = labels["input_ids"].flatten(0, 1).masked_fill(mask == 0, IGNORE_INDEX)
         targets = next_tokens(words)

@@ -1,10 +1,10 @@
-"""A Trainer's own ``compute_loss``, as a loss of one sample after another.
+"""Per-sample losses from a Trainer's own ``compute_loss``.
 
-Who subclasses ``Trainer`` to change the loss writes ``compute_loss(model, inputs)``, which returns
-one number for a batch. Of such a number it is not known what each sample has in it. So the model
-runs once, for all samples, and then the function is called for each of them, with a stand-in for
-the model that answers with that sample's part of the outputs: what it returns can depend on no
-other. Whether the loss of a batch is the mean of these is for ``examine_trainer_loss`` to find out.
+A subclass of ``Trainer`` may define ``compute_loss(model, inputs)``, which returns one number for a
+batch. This number does not show the loss of each sample. So the model runs once, for all samples,
+and then the function is called for each sample, with a stand-in for the model that returns this
+sample's part of the outputs. So the result cannot depend on other samples. ``examine_trainer_loss``
+checks that the loss of a batch is the mean of these losses.
 
 Shapes: B samples in the batch.
 """
@@ -31,29 +31,28 @@ from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 
 OTHERWISE = (
     "Pass compute_loss_func=f to the trainer, where f(outputs, labels) returns one loss per "
-    "sample, of shape (B,), each computed from that sample alone (reduction='none'; class weights, "
-    "for example, then multiply each sample's loss): it takes the place of compute_loss() in "
-    "training."
+    "sample, of shape (B,), each computed from that sample alone (reduction='none'; class weights "
+    "then multiply each sample's loss). It replaces compute_loss() in training."
 )
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What ``compute_loss`` was given, and the labels if it leaves the loss to the model."""
+    """The inputs of ``compute_loss``, and the labels if it uses the model's loss."""
 
     inputs: Inputs
     labels: Tensor | None
 
 
 class _Called(BaseException):
-    """Carries what the model was called with past the code that called it."""
+    """Exception that leaves ``compute_loss`` with the inputs of its call of the model."""
 
     def __init__(self, inputs: Inputs) -> None:
         self.inputs = inputs
 
 
 class _StandIn:
-    """Answers in place of a model when it is called, and is the model otherwise."""
+    """A stand-in for a model: a call returns an answer, and it has the model's attributes."""
 
     def __init__(self, model: nn.Module, answer: Callable[[Inputs], Any]) -> None:
         self._model, self._answer = model, answer
@@ -63,7 +62,7 @@ class _StandIn:
         self.calls += 1
         if args:
             raise PrivacyError(
-                f"compute_loss() calls the model with positional arguments; give them by name. "
+                f"compute_loss() calls the model with positional arguments. Pass them by name. "
                 f"{OTHERWISE}"
             )
         return self._answer(inputs)
@@ -76,8 +75,8 @@ class TrainerLoss(ModelLoss):
     """The per-sample loss of a Trainer that has its own ``compute_loss``.
 
     Args:
-        model: the model, with PEFT around it or without.
-        compute_loss: ``(model, inputs) -> loss`` of a batch; the method, bound to its trainer.
+        model: the model, with PEFT's wrapper or without.
+        compute_loss: ``(model, inputs) -> loss`` of a batch; the bound method of the trainer.
     """
 
     name = "compute_loss(), called for each sample with its part of the outputs,"
@@ -86,13 +85,13 @@ class TrainerLoss(ModelLoss):
         self._model, self._compute_loss = model, compute_loss
         takes = signature(compute_loss).parameters
         self._arguments = {"num_items_in_batch": None} if "num_items_in_batch" in takes else {}
-        self._head: HeadLoss | None = None  # where the model's own loss is known per sample
+        self._head: HeadLoss | None = None  # the model's per-sample loss, if it is known
         with suppress(UnsupportedModelError):
-            found = loss_for(model)
-            self._head = found if isinstance(found, HeadLoss) else None
+            loss = loss_for(model)
+            self._head = loss if isinstance(loss, HeadLoss) else None
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
-        """Returns what ``compute_loss`` runs the model with, and what the losses are made of."""
+        """Return the inputs with which ``compute_loss`` runs the model, and its own inputs."""
 
         def interrupt(given: Inputs) -> None:
             raise _Called(given)
@@ -103,8 +102,8 @@ class TrainerLoss(ModelLoss):
             given = called.inputs
         else:
             raise PrivacyError(
-                f"compute_loss() does not call the model that it is given, so its loss cannot be "
-                f"taken apart by samples. {OTHERWISE}"
+                f"compute_loss() does not call the model that it receives, so its loss cannot be "
+                f"split by samples. {OTHERWISE}"
             )
         labels = None
         if self._head is not None:
@@ -112,7 +111,7 @@ class TrainerLoss(ModelLoss):
         return given, _Asked(dict(inputs), labels)
 
     def __call__(self, outputs: Any, asked: Any) -> Tensor:
-        """Returns the losses (B,).
+        """Return the losses (B,).
 
         Raises:
             PrivacyError: if the function calls the model more than once, or returns no number.
@@ -128,31 +127,31 @@ class TrainerLoss(ModelLoss):
             losses.append(self.of_batch(model, _part(asked.inputs, i, size)))
             if model.calls != 1:
                 raise PrivacyError(
-                    f"compute_loss() calls the model {model.calls} times, and it is run once for "
-                    "all. Where an example is a pair (a chosen and a rejected answer), make it one "
-                    "row, (B, 2, T), of a model that sees both at once and returns (B, 2) rewards. "
+                    f"compute_loss() calls the model {model.calls} times, but one call is needed. "
+                    "If an example is a pair (a chosen and a rejected answer), make it one row, "
+                    "(B, 2, T), and use a model that reads both and returns (B, 2) rewards. "
                     f"{OTHERWISE}"
                 )
         return torch.stack(losses)
 
     def together(self, outputs: Any, asked: Any) -> Tensor:
-        """Returns what ``compute_loss`` makes of all samples at once, a scalar.
+        """Return ``compute_loss`` of all samples together, a scalar.
 
-        A loss that it leaves to the model is the mean of the samples' own.
+        If it uses the model's loss, that is the mean of the per-sample losses.
         """
         own = self._of_model(outputs, asked)
         answer = outputs if own is None else _with_loss(outputs, own.mean())
         return self.of_batch(_StandIn(self._model, partial(_always, answer)), asked.inputs)
 
     def _of_model(self, outputs: Any, asked: Any) -> Tensor | None:
-        """Returns the model's own losses (B,), if ``compute_loss`` asks the model for them."""
+        """Return the model's per-sample losses (B,), if ``compute_loss`` uses the model's loss."""
         if asked.labels is None:
             return None
         assert self._head is not None
         return self._head(outputs, asked.labels)
 
     def of_batch(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
-        """Returns what ``compute_loss`` makes of a batch, a scalar."""
+        """Return ``compute_loss`` of a batch, a scalar."""
         loss = self._compute_loss(model, dict(inputs), **self._arguments)
         loss = loss[0] if isinstance(loss, tuple) else loss
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -165,7 +164,7 @@ def _always(answer: Any, inputs: Inputs) -> Any:
 
 
 def _part(value: Any, sample: int, size: int) -> Any:
-    """Returns one sample's part of inputs or outputs; what does not count samples is left out."""
+    """Return one sample's part of inputs or outputs, without tensors of other leading sizes."""
     if isinstance(value, Tensor):
         return value[sample : sample + 1] if value.dim() and len(value) == size else None
     if isinstance(value, Mapping):
@@ -178,28 +177,29 @@ def _part(value: Any, sample: int, size: int) -> Any:
 
 
 def _with_loss(outputs: Any, loss: Tensor) -> Any:
-    """Returns outputs with the model's own loss, where a model puts it."""
+    """Return outputs with a loss, in the format of a model's outputs."""
     if isinstance(outputs, tuple):
         return (loss, *outputs)
     return type(outputs)(**{**outputs, "loss": loss})
 
 
-_APART = 1e-3  # of two ways to compute the same loss, relative
+_TOLERANCE = 1e-3  # relative difference of two computations of the same loss
 
 
 def examine_trainer_loss(model: nn.Module, loss: TrainerLoss, inputs: Inputs) -> None:
-    """Refuses a Trainer's own loss that is not the mean of what it is for single examples.
+    """Refuse a Trainer's loss of a batch that is not the mean of its losses of single examples.
 
-    Values may be equal by accident, before anything was learnt. So the gradient in the outputs of
-    the model is compared as well.
+    Values may be equal by accident before training, so gradients in the model's outputs are
+    compared as well.
 
     Args:
         model: the model.
-        loss: made of the Trainer's ``compute_loss``.
+        loss: the loss made of the Trainer's ``compute_loss``.
         inputs: a batch of the model's keyword arguments.
 
     Raises:
-        PrivacyError: it is a weighted mean, say, or divides by a count over the batch.
+        PrivacyError: if the loss is, for instance, a weighted mean, or divides by a count over the
+            batch.
     """
     size = batch_size_of(inputs)
     several = rows_of(inputs, [row % size for row in range(max(4, size))])
@@ -224,17 +224,21 @@ def examine_trainer_loss(model: nn.Module, loss: TrainerLoss, inputs: Inputs) ->
             return [value.detach(), *found]
 
         pairs = list(zip(shown(loss.together), shown(loss), strict=True))
-    if any((whole - parts).norm() > _APART * parts.norm() + _APART**2 for whole, parts in pairs):
+    small = _TOLERANCE
+    if any((whole - parts).norm() > small * parts.norm() + small**2 for whole, parts in pairs):
         raise PrivacyError(
             "compute_loss() of this trainer is not the mean over a batch of what it returns for "
-            "each example alone: it weighs examples by class and divides by the sum of the "
-            "weights, say, or divides by a count over the batch. So it cannot be taken apart by "
+            "each example alone. For example, it weighs examples by class and divides by the sum "
+            "of the weights, or divides by a count over the batch. So it cannot be split by "
             f"samples. {OTHERWISE}"
         )
 
 
 def _all_classes(outputs: Any, labels: Any) -> Tensor | None:
-    """Returns labels of all classes in turn, where each sample has one: a few may be alike."""
+    """Return labels that contain all classes in turn; None if labels are not one class each.
+
+    The labels of a small batch may all be equal, which would hide a weighted mean.
+    """
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point():
         return None
     scores = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.dim() == 2]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import PerSampleEngine, WatchedEngine, make_engine, tolerance_for
+from dp_grape_hf.gradients import PerSampleEngine, SpotCheckedEngine, make_engine, tolerance_for
 from dp_grape_hf.gradients.checks import spot_checks
 
 
@@ -48,9 +48,9 @@ def test_a_leak_counts_as_much_as_the_clip_lets_through(
     engine = make_engine("layerwise", model, lambda outputs, labels: outputs.square().sum(1))
     engine(batch, {})
     model.later = True
-    watched = WatchedEngine(engine, tolerance_for(model), parts, 0.01, random.Random(0))
+    watched = SpotCheckedEngine(engine, tolerance_for(model), parts, 0.01, random.Random(0))
     if noticed:
-        with pytest.raises(PrivacyError, match="among others than alone"):
+        with pytest.raises(PrivacyError, match="differs from its gradient alone"):
             watched(batch, {})
     else:
         watched(batch, {})
@@ -87,7 +87,7 @@ def engine_of(model: nn.Module) -> PerSampleEngine:
 def test_a_model_that_treats_a_row_by_its_place_is_refused(
     which: Callable[[int], Tensor], size: int
 ) -> None:
-    with pytest.raises(PrivacyError, match=r"place|couples"):
+    with pytest.raises(PrivacyError, match=r"position|couples"):
         engine_of(TreatsSome(which)).examine({"input": torch.randn(size, 4)}, {})
 
 
@@ -97,13 +97,13 @@ def test_a_watched_row_may_not_be_treated_by_its_place(monkeypatch: pytest.Monke
     engine = engine_of(TreatsSome(lambda size: (torch.arange(size) % 2 == 1) & (size == 6)))
     assert engine.examine({"input": torch.randn(7, 4)}, {})
     parts = [dict.fromkeys(("head.weight", "head.bias"), 1.0)]
-    watched = WatchedEngine(engine, tolerance_for(engine.model), parts, 0.01, random.Random(0))
+    watched = SpotCheckedEngine(engine, tolerance_for(engine.model), parts, 0.01, random.Random(0))
 
     def watch() -> None:
         for _ in range(10):  # one of them is of an odd row
             watched({"input": torch.randn(6, 4)}, {})
 
-    with pytest.raises(PrivacyError, match="by its place in the batch"):
+    with pytest.raises(PrivacyError, match="by its position"):
         watch()
 
 
@@ -117,7 +117,7 @@ def test_the_coins_alone_say_which_batches_are_watched(monkeypatch: pytest.Monke
         engine.stay_in_step({"input": torch.randn(2, 4)}, {})
         parts = [dict.fromkeys(("weight", "bias"), 1.0)]
         coins = random.Random(0)
-        watched = WatchedEngine(engine, tolerance_for(model), parts, 0.01, coins)
+        watched = SpotCheckedEngine(engine, tolerance_for(model), parts, 0.01, coins)
         seen: list[int] = []
         hook = model.register_forward_hook(lambda *call, seen=seen: seen.append(0))
         passes[rows] = []
