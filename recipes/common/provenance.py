@@ -73,6 +73,10 @@ def write(path: Path, record: Any) -> None:
     partial.replace(path)
 
 
+ADAPTED = {"opt": ["q_proj", "v_proj"], "roberta": ["query", "value"]}
+"""Types of models that MeZO's code adapts, and the layers that it adapts, with an alpha of 2 r."""
+
+
 def git_commit() -> str | None:
     """Returns the commit of the code, marked if the files differ from it; None outside git."""
     here = str(Path(__file__).parent)
@@ -87,12 +91,16 @@ def git_commit() -> str | None:
 def with_adapter(
     model: Any, method: str, rank: int, head: Sequence[str] = (), inputs: Batches | None = None
 ) -> Any:
-    """Returns the model, in a LoRA adapter on all its linear layers if the method trains one.
+    """Returns the model, in a LoRA adapter if the method trains one.
+
+    OPT and RoBERTa have the adapter of MeZO (Malladi et al. 2023, Appendix D), whose protocol the
+    paper's rows of LoRA follow: on queries and values, with an alpha of 2 r. Other models have it
+    on all linear layers, with an alpha of r.
 
     Args:
         model: a pretrained model of transformers.
         method: a name in ``METHODS``.
-        rank: of the adapter, and its alpha.
+        rank: r of the adapter.
         head: names of modules that are new, and trained whole beside the adapter.
         inputs: of the model; A then starts with the principal directions of what the layers are
             given when it reads them, and not at random.
@@ -102,6 +110,7 @@ def with_adapter(
     whole = {"modules_to_save": list(head) or None}
     if inputs is not None:
         return principal_adapter(model, rank, inputs=inputs, train_directions=True, **whole)
-    config = LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear", **whole)
-    adapted: Any = get_peft_model(model, config)
+    layers = ADAPTED.get(model.config.model_type)
+    where = {"target_modules": layers or "all-linear", "lora_alpha": 2 * rank if layers else rank}
+    adapted: Any = get_peft_model(model, LoraConfig(r=rank, **where, **whole))
     return adapted

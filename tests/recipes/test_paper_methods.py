@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections.seeds import projection_generator
+from recipes.common.provenance import with_adapter
 from recipes.paper.methods import released, whole_batch, zeroth_order
 from tests.support.methods import (
     PLAIN,
@@ -193,3 +202,33 @@ def test_a_private_method_is_its_definition(
     found = noisy_run(tmp_path, method)
     expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
+
+
+TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "alpha"),
+    [
+        (
+            OPTForCausalLM(OPTConfig(**TINY, ffn_dim=8, word_embed_proj_dim=8)),
+            {"q_proj", "v_proj"},
+            16,
+        ),
+        (RobertaForMaskedLM(RobertaConfig(**TINY, intermediate_size=8)), {"query", "value"}, 16),
+        (ViTForImageClassification(ViTConfig(**TINY, intermediate_size=8)), None, 8),
+    ],
+    ids=["opt", "roberta", "vit"],
+)
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
+)
+def test_lora_is_on_the_layers_of_mezo_where_mezo_has_some(
+    model: Any, layers: set[str] | None, alpha: int
+) -> None:
+    adapted = with_adapter(model, "dp_lora", 8)
+    (config,) = adapted.peft_config.values()
+    trained = {n.split(".lora_")[0] for n, p in adapted.named_parameters() if p.requires_grad}
+    assert (config.r, config.lora_alpha) == (8, alpha)
+    assert {name.rpartition(".")[2] for name in trained} == layers or layers is None
+    assert len(trained) == (len(layers) if layers else 6)  # of the one layer

@@ -289,7 +289,8 @@ def test_the_paper_s_searches_are_as_published(name: str) -> None:
     assert private
     assert all(row["grid"] == grid for row in private)
     assert (config["search"], config["final"]) == (search, final)
-    assert config["arguments"] == {"config": "paper"}
+    of_images = {"held_out": False} if config["recipe"] == "vit" else {}
+    assert config["arguments"] == {"config": "reference_code"} | of_images
 
 
 def test_ranks_and_sizes_are_those_of_the_paper() -> None:

@@ -138,7 +138,7 @@ def test_a_task_that_stands_in_is_shown() -> None:
 def test_what_the_paper_does_not_tell_is_said() -> None:
     text = text_of(made_up(60.0, method="dp_lora", **MINI), made_up(70.0, **MINI, bf16=True))
     part = section(text, "### The same experiment on stand-ins: MiniLM")
-    assert "* lora_rank: 16 of DP-LoRA (the paper does not say)" in part
+    assert "* max_steps: 1000 of DP-LoRA (the paper does not say)" in part
     assert "* dataset_path: sst2 of DP-LoRA, DP-GRAPE" in part
     assert "* bf16: True of DP-GRAPE" in part
 
