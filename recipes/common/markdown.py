@@ -44,6 +44,14 @@ def beside(paper: Sequence[str], ours: Sequence[str]) -> list[str]:
     return [cell for pair in zip(paper, ours, strict=True) for cell in pair]
 
 
+def difference(paper: Any, ours: Score | None) -> str:
+    """Returns how far our mean is above the paper's, in brackets; nothing if one is missing."""
+    value = paper[0] if isinstance(paper, list) else paper
+    if ours is None or not isinstance(value, (int, float)):
+        return BLANK
+    return f" ({ours[0] - value:+.1f})"
+
+
 def headings(columns: Sequence[str]) -> list[str]:
     """Returns the names of columns that have the paper's and ours."""
     return beside([f"{name}, paper" for name in columns], ["ours"] * len(columns))

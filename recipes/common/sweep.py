@@ -76,8 +76,8 @@ class Sweep:
     Args:
         config: ``arguments`` of every run; ``tasks`` and the arguments that each has besides;
             ``search``, with ``epsilon``, ``seed`` and perhaps ``arguments``; ``final``, with
-            ``epsilons`` and ``seeds``; and ``rows``, with ``arguments``, perhaps a ``grid`` of
-            values and arguments of the row's own ``search``.
+            ``epsilons`` and ``seeds``; and ``rows``, with ``arguments``, and perhaps a ``grid`` of
+            values, arguments of the row's own ``search``, and those that it has on some ``tasks``.
         folder: where everything is kept.
         jobs: how many runs go on at the same time.
     """
@@ -145,7 +145,8 @@ class Sweep:
         settings: Mapping[str, Any],
         cost: int = 0,
     ) -> Cell:
-        own = self.config["rows"][name]["arguments"]
+        row = self.config["rows"][name]
+        own = row["arguments"] | row.get("tasks", {}).get(task, {})
         of_task = self.config["tasks"][task]
         options = {**self.config["arguments"], **of_task, **own, **settings}
         return Cell(name, task, epsilon, seed, tuple(options.items()), cost)

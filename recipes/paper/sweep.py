@@ -20,12 +20,14 @@ The file says what is run:
         arguments: {method: adam}
         grid: {learning_rate: [1.0e-5, 5.0e-5]}
         search: {max_steps: 100}                                      # of this row's search only
+        tasks: {RTE: {weight_decay: 0.1}}                             # of this row on that task
 
 How the grid is searched, ``recipes.common.sweep`` says. The search is not covered by any epsilon:
 every result says how many runs it cost, those of a grid that was changed since included.
 
-Each run is a process with a folder of its own, which holds its command and its log. When it ends,
-its result is a line of ``runs.jsonl``. A run that has a line is not run again; one that fails is
+Each run is a process with a folder of its own, which holds its command, its log and, when it has
+ended, its result: a JSON file with scores, settings, privacy, versions, commit and device. The
+result is also a line of ``runs.jsonl``. A run that has a line is not run again; one that fails is
 named at the end, and tried again the next time. A result whose preset was changed since stops the
 sweep, before anything is mixed. ``sweep.json`` and ``sweep.md`` have the means and standard errors
 of what is there, and the scores of the search.
@@ -137,7 +139,6 @@ class Experiments(Sweep):
             return None
         (path,) = folder.glob("*.json")
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
         return result
 
     def refuse_changed(self, cells: Iterable[Cell]) -> None:

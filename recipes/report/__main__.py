@@ -27,7 +27,7 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import checks, front_page, tables
+from recipes.report import checks, front_page, hours, tables
 from recipes.report.findings import collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
@@ -59,11 +59,28 @@ def _summary(folder: Path) -> dict[str, Any]:
     return Sweep(_read(folder / "sweep.json")["config"], folder).summary()
 
 
+@cache
+def _costs(root: Path) -> list[hours.Cost]:
+    gpu_results = collect([(root / "recipes" / GPU).parent])
+    return [
+        *hours.costs(
+            gpu_results, read_paper(), {n: sweep.read(CONFIGS / f"{n}.yaml") for n in PLANNED}
+        )
+    ]
+
+
 def _first(text: str) -> str:
     """Returns what stands before the first empty line: the table without what is said below it."""
     return text.split("\n\n")[0]
 
 
+CONFIGS = Path(sweep.__file__).parent / "configs" / "sweeps"
+PLANNED = (
+    *("printed_roberta", "printed_opt", "printed_vit_fine_tune", "printed_vit"),
+    *("printed_roberta_rank", "printed_roberta_quoted", "printed_opt_zeroth"),
+    *("aggzo", "roberta_grid"),
+)
+"""The sweeps whose hours are told, in the order of their worth."""
 OF_THE_PAPER = ("text", "text_trec", "vision")
 SWEEPS = (
     *(*OF_THE_PAPER, "text_principal", "vision_principal"),
@@ -74,6 +91,12 @@ SWEEPS = (
 DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
+
+HOURS = """# Hours of the paper's sweeps
+
+Rendered by `make tables`: steps times batch over throughput, on one H100, in float32. Scoring and
+loading come on top.
+"""
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
@@ -111,6 +134,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
     "models": _of(MATRIX, checks.model_families),
+    "hours": lambda root: hours.by_sweep(_costs(root)),
     "options": lambda _: front_page.options(),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
@@ -123,6 +147,7 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/digits/results/compare.md": _of("digits/results/compare.json", compare.table),
     "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
     "recipes/models/results/model_matrix.md": _of(MATRIX, checks.model_matrix),
+    f"{PAPER}/hours.md": lambda root: f"{HOURS}\n{hours.by_row(_costs(root))}",
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
         collect([*(root / PAPER / name for name in OF_THE_PAPER), (root / "recipes" / GPU).parent]),
         read_paper(),

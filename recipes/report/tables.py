@@ -26,6 +26,7 @@ from recipes.common.markdown import (
     budget,
     bullets,
     counted,
+    difference,
     header,
     headings,
     row,
@@ -80,7 +81,8 @@ def render(findings: Findings, paper: Spec) -> str:
         "# The paper's tables, and ours",
         "",
         "Rendered by `make tables`. Ours are means ± standard errors over runs, whose number is in "
-        "brackets; one run has no error. No ε covers what was chosen on a dev split.",
+        "brackets, and how far they are above the paper's; one run has no error. No ε covers what "
+        "was chosen on a dev split.",
     ]
     for name, spec in paper["tables"].items():
         own = [run for run in rest if belongs(run, spec)]
@@ -117,7 +119,8 @@ def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
     printed = {(row["method"], row.get("epsilon")): row["values"] for row in spec["rows"]}
     by_row = partition(same, _row_of)
     for method, epsilon in [*printed, *sorted(by_row.keys() - printed.keys(), key=_order)]:
-        theirs = [shown(v) for v in printed.get((method, epsilon), [None] * len(columns))]
+        values = printed.get((method, epsilon), [None] * len(columns))
+        theirs = [shown(v) for v in values]
         variants = partition(by_row.get((method, epsilon), []), lambda run: _options(run, spec))
         for options, own in {BLANK: [], **variants}.items():  # the paper's method is the first
             if not own:
@@ -125,11 +128,15 @@ def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
                 yield row([title_of(method), budget(epsilon), *beside(theirs, ours)])
             for line in lines_of(groups_of(own), PLACE):
                 label = ", ".join(filter(None, [line.label, options]))
-                paper = [BLANK] * len(columns) if options else theirs
+                blank, nothing = [BLANK] * len(columns), [None] * len(columns)
+                paper, numbers = (blank, nothing) if options else (theirs, values)
                 for ending, found in _scores(line, spec, lambda run: str(column_of(run, spec))):
-                    ours = [shown(found.get(name), NOT_RUN) for name in columns]
+                    ours = [
+                        shown(score := found.get(name), NOT_RUN) + difference(value, score)
+                        for name, value in zip(columns, numbers, strict=True)
+                    ]
                     yield row([label + ending, budget(epsilon), *beside(paper, ours)])
-                    paper = [BLANK] * len(columns)
+                    paper, numbers = blank, nothing
     yield ""
     yield from bullets([*spec["notes"], *origin(same)])
 

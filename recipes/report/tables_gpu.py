@@ -34,7 +34,7 @@ def timings(findings: Findings, paper: Spec) -> Iterator[str]:
         for line in model["rows"]:
             theirs = [shown(line[name], BLANK) for name in ("samples_per_second", "hours")]
             ours, where = [NOT_RUN, NOT_RUN], BLANK
-            if found := _measured(findings, model, line["method"]):
+            if found := measured(findings, model, line["method"]):
                 where = f"B={found['batch_size']}; {found['device']}"
                 ours = ["OOM", "OOM"]
                 if rate := found.get("samples_per_second"):
@@ -54,8 +54,8 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     for model in paper["memory_measured"]:
         for line in model["rows"]:
             theirs = [shown(line["gb"], BLANK), shown(line.get("saved"), BLANK)]
-            found = _measured(findings, model, line["method"], line["batch_size"])
-            whole = _measured(findings, model, "dp_adam", line["batch_size"])
+            found = measured(findings, model, line["method"], line["batch_size"])
+            whole = measured(findings, model, "dp_adam", line["batch_size"])
             ours, gib, where = [NOT_RUN, NOT_RUN], BLANK, BLANK
             if found:
                 where = found["device"]
@@ -75,10 +75,17 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     )
 
 
-def _measured(
+def measured(
     findings: Findings, model: Spec, method: str, batch_size: int | None = None
 ) -> Mapping[str, Any] | None:
-    """Return the row of a report that belongs next to a line of the paper, if there is one."""
+    """Return the row of a report for a model, a method and a batch size, if there is one.
+
+    Args:
+        findings: with the reports.
+        model: a part of the paper's timings or memory, with ``measured`` and ``rank``.
+        method: a name in ``METHODS``.
+        batch_size: that the row must have; None for any.
+    """
     title = ADAMW if method == "adam" else title_of(method)
     for report in findings.reports.values():
         for found in report:

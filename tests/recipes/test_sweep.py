@@ -130,7 +130,7 @@ def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     path = tmp_path / "out" / "runs.jsonl"
     lines = path.read_text().splitlines(keepends=True)
     assert len(lines) == len(runs.commands) == 8
-    assert not [*(tmp_path / "out").rglob("result.json")]
+    assert len([*(tmp_path / "out").rglob("result.json")]) == 8
     path.write_text("".join(lines[1:]))
     runs.commands.clear()
     run(tmp_path)
@@ -189,6 +189,12 @@ def test_a_row_may_be_searched_with_settings_of_its_own(
     steps = [(c["max_steps"], c["seed"]) for c in runs.commands if c["method"] == "dp_grape"]
     assert steps == [("2", "100")] * 2 + [("3", "13"), ("3", "21")] * 2
     assert "seed 100. DP-GRAPE was searched with max_steps = 2.\n" in capsys.readouterr().out
+
+
+def test_a_row_may_have_other_settings_on_a_task(tmp_path: Path, runs: Runs) -> None:
+    row = CONFIG["rows"]["Adam"] | {"tasks": {"points": {"max_steps": 2}}}
+    run(tmp_path, CONFIG | {"rows": {"Adam": row}})
+    assert {command["max_steps"] for command in runs.commands} == {"2"}
 
 
 def with_grid(*rates: float) -> dict[str, Any]:
@@ -265,6 +271,15 @@ BOUNDS_OF_VIT = [0.1, 1.0, 10.0]
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "roberta": ({"max_grad_norm": [0.1, 0.5, 1, 5, 10, 20]}, *FEW_SHOT),
     "roberta_rank": ({"max_grad_norm": [0.1, 0.5, 1, 5, 20]}, *FEW_SHOT),
+    "roberta_grid": (
+        {
+            **{"learning_rate": [1e-4, 5e-4, 1e-3, 5e-3], "max_grad_norm": [0.1, 1, 10, 100]},
+            **{"projection_rank": [4, 16, 64], "projection_update_steps": [10, 100, 1000]},
+            "max_steps": [50, 200, 400, 700, 1000],
+        },
+        {"epsilon": 6, "seed": 100},
+        {"epsilons": [6], "seeds": []},
+    ),
     "opt": (
         {"max_grad_norm": [0.1, 1, 5, 20]},
         {"epsilon": 6, "seed": 0},

@@ -37,9 +37,19 @@ def test_ours_is_mean_and_standard_error_over_seeds_beside_the_papers() -> None:
     text = text_of(*(made_up(s, seed=i) for i, s in enumerate((90.0, 92.0, 94.0))))
     line = rows(section(text, "## RoBERTa"), "| DP-GRAPE | 6")[0]
     # deviations -2, 0, 2: the standard deviation is 2, the error 2 / sqrt(3)
-    assert line[:6] == ["DP-GRAPE", "6", "93.3 ± 0.4", "92.0 ± 1.2 [3]", "49.1 ± 0.1", "not run"]
+    assert line[:6] == [
+        "DP-GRAPE",
+        "6",
+        "93.3 ± 0.4",
+        "92.0 ± 1.2 [3] (-1.3)",
+        "49.1 ± 0.1",
+        "not run",
+    ]
     assert "3 runs with seeds 0, 1, 2" in text
-    assert rows(section(text_of(made_up(90.0)), "## RoBERTa"), "| DP-GRAPE | 6")[0][3] == "90.0 [1]"
+    assert (
+        rows(section(text_of(made_up(90.0)), "## RoBERTa"), "| DP-GRAPE | 6")[0][3]
+        == "90.0 [1] (-3.3)"
+    )
 
 
 def test_without_results_all_of_ours_is_not_run() -> None:
@@ -68,8 +78,8 @@ def test_runs_that_differ_in_more_than_seeds_are_not_averaged() -> None:
     text = section(text_of(*results), "## RoBERTa")
     found = {line[0]: line[2:4] for line in rows(text, "| DP-GRAPE, learning_rate")}
     assert found == {
-        "DP-GRAPE, learning_rate = 0.0001": ["93.3 ± 0.4", "90.0 [1]"],
-        "DP-GRAPE, learning_rate = 0.0005": ["93.3 ± 0.4", "80.0 [1]"],
+        "DP-GRAPE, learning_rate = 0.0001": ["93.3 ± 0.4", "90.0 [1] (-3.3)"],
+        "DP-GRAPE, learning_rate = 0.0005": ["93.3 ± 0.4", "80.0 [1] (-13.3)"],
     }
 
 
@@ -97,7 +107,7 @@ def test_a_variant_on_one_task_leaves_the_plain_run_on_another_in_the_papers_row
         made_up(70.0, task="RTE", max_steps=100, splits={"train": 1024, "test": 277}),
     )
     text = section(text_of(*results), "## RoBERTa")
-    assert rows(text, "| DP-GRAPE | 6")[0][3] == "90.0 [1]"
+    assert rows(text, "| DP-GRAPE | 6")[0][3] == "90.0 [1] (-3.3)"
     (line,) = rows(text, "| DP-GRAPE, max_steps = 100 | 6")
     assert (line[3], line[11]) == ("not run", "70.0 [1]")
 
@@ -161,7 +171,7 @@ def test_the_best_epoch_is_shown_apart_where_the_paper_has_it() -> None:
         **{"splits": {"train": 50000, "test": 10000}, "curve": curve, "target_delta": 1.999e-5},
     }
     text = section(text_of(made_up(60.0, "vit", **options)), "## ViT-Base from random")
-    assert rows(text, "| DP-GRAPE | 8")[0][4:6] == ["49.2", "60.0 [1]"]
+    assert rows(text, "| DP-GRAPE | 8")[0][4:6] == ["49.2", "60.0 [1] (+10.8)"]
     assert rows(text, "| DP-GRAPE, best epoch")[0][4:6] == ["", "61.0 [1]"]
 
 
@@ -252,7 +262,7 @@ def test_of_a_sweep_only_the_final_runs_count(
     tables.main(["--results", str(tmp_path), "--output_dir", str(tmp_path / "out")])
     text = capsys.readouterr().out
     assert (tmp_path / "out" / "paper_tables.md").read_text(encoding="utf-8") == text
-    assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.5 ± 0.5 [2]"]
+    assert rows(text, "| ours | 6")[0][2:4] == ["93.3 ± 0.4", "90.5 ± 0.5 [2] (-2.8)"]
     assert "2 runs with seeds 1, 2" in text
     assert "not shown" not in text
 
