@@ -27,13 +27,13 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import checks, front_page, hours, tables
-from recipes.report.findings import collect
+from recipes.report import checks, front_page, hours, state, tables
+from recipes.report.findings import Findings, collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
 
 ROOT = Path(__file__).parents[2]
-PAPER = Path("recipes/paper/results")
+PAPER, STUDIES = Path("recipes/paper/results"), Path("recipes/studies/results")
 MARKED = re.compile(r"^<!-- table: ([\w-]+) -->\n(.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 BEGIN = re.compile(r"^<!-- table: ", re.MULTILINE)
 
@@ -60,13 +60,16 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 @cache
+def _findings(root: Path) -> Findings:
+    """Returns all results of the paper's experiments, and those of stand-ins."""
+    folders = [root / PAPER, *(root / STUDIES / name for name in STAND_INS)]
+    return collect([*folders, (root / "recipes" / GPU).parent])
+
+
+@cache
 def _costs(root: Path) -> list[hours.Cost]:
-    gpu_results = collect([(root / "recipes" / GPU).parent])
-    return [
-        *hours.costs(
-            gpu_results, read_paper(), {n: sweep.read(CONFIGS / f"{n}.yaml") for n in PLANNED}
-        )
-    ]
+    plans = {name: sweep.read(CONFIGS / f"{name}.yaml") for name in PLANNED}
+    return [*hours.costs(_findings(root), read_paper(), plans)]
 
 
 def _first(text: str) -> str:
@@ -81,13 +84,9 @@ PLANNED = (
     *("aggzo", "roberta_grid"),
 )
 """The sweeps whose hours are told, in the order of their worth."""
-OF_THE_PAPER = ("text", "text_trec", "vision")
-SWEEPS = (
-    *(*OF_THE_PAPER, "text_principal", "vision_principal"),
-    *("text_chosen", "text_epsilons", "text_before", "others_chosen", "decoder_chosen"),
-    *("rte_chosen", "rte_epsilons", "vision_chosen", "vision_epsilons", "vision_sizes"),
-    "vision_before",
-)
+STAND_INS = ("text", "text_trec", "vision")
+"""The studies that are the paper's experiments on smaller models."""
+SWEEPS = tuple(sorted(path.parent.name for path in (ROOT / STUDIES).glob("*/sweep.json")))
 DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
@@ -108,7 +107,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "gpu": _of(GPU, gpu.as_markdown),
     "privacy-costs": lambda root: front_page.privacy_costs(
         [
-            (_summary(root / PAPER / name), _read(root / PAPER / name / RUNS))
+            (_summary(root / STUDIES / name), _read(root / STUDIES / name / RUNS))
             for name in ("text_chosen", "text_epsilons")
         ],
         *(_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "compare")),
@@ -135,9 +134,16 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),
+    "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),
+    "stand-ins": lambda root: state.of_stand_ins(
+        {
+            name: _summary(root / STUDIES / name)
+            for name in {*state.SEARCHED.values(), *state.OURS.values()}
+        }
+    ),
     "options": lambda _: front_page.options(),
     **{
-        name: lambda root, name=name: sweep.wide_table(_summary(root / PAPER / name))
+        name: lambda root, name=name: sweep.wide_table(_summary(root / STUDIES / name))
         for name in SWEEPS
     },
 }
@@ -149,12 +155,11 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/models/results/model_matrix.md": _of(MATRIX, checks.model_matrix),
     f"{PAPER}/hours.md": lambda root: f"{HOURS}\n{hours.by_row(_costs(root))}",
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        collect([*(root / PAPER / name for name in OF_THE_PAPER), (root / "recipes" / GPU).parent]),
-        read_paper(),
+        _findings(root), read_paper()
     ),
     **{
-        f"{PAPER}/{name}/sweep.{ending}": lambda root, name=name, render=render: render(
-            _summary(root / PAPER / name)
+        f"{STUDIES}/{name}/sweep.{ending}": lambda root, name=name, render=render: render(
+            _summary(root / STUDIES / name)
         )
         for name in SWEEPS
         for ending, render in (

@@ -261,7 +261,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, Any], message
 # ---- The files ----
 
 FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
-FILES = sorted((CONFIGS / "sweeps").glob("*.yaml"))
+FILES = sorted(CONFIGS.parents[1].glob("*/configs/sweeps/*.yaml"))
 FEW_SHOT = ({"epsilon": 6, "seed": 100}, {"epsilons": [2, 6], "seeds": [13, 21, 42]})
 OF_IMAGES = (
     {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}},

@@ -1,0 +1,81 @@
+"""How much of the paper was reproduced: its tables and figures, and stand-ins on small models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recipes.common.markdown import BLANK, NOT_RUN, budget, score_text, table
+from recipes.report.findings import Findings
+from recipes.report.paper_match import Spec, belongs, column_of, unlike
+from recipes.report.tables_gpu import measured
+
+FORMULAS = {
+    "tab:alg-comp": "a comparison in words; what runs here is in [methods](#methods)",
+    "tab:memory-usage-comp": "formulas; `python -m recipes.paper.memory` computes them for a model",
+}
+"""The tables without measurements."""
+
+STAND_INS: Mapping[str, tuple[str, ...]] = {
+    "ours, nothing searched": ("DP-GRAPE",),
+    "P of deviation 1/r (`reference_code`)": ("DP-GRAPE, scale 1/r",),
+    "P of deviation 1/√r (`paper`)": ("DP-GRAPE",),
+    "DP-Adam": ("DP-Adam", "DP-Adam, falling rate"),
+    "DP-LoRA": ("DP-LoRA", "DP-LoRA, A of principal directions, falling rate"),
+    "DP-BiTFiT": ("DP-BiTFiT, falling rate", "DP-BiTFiT"),
+    "DPZero": ("DPZero",),
+    "AdamW": ("AdamW",),
+}
+"""Columns of the table of stand-ins, and what their rows are called in the sweeps."""
+SEARCHED = {"SST-2": "text", "TREC": "text_trec"}
+OURS = {"SST-2": "text_chosen", "TREC": "text_chosen", "SST-5": "others_chosen"}
+"""The sweeps of a task: with the paper's two scales, and with nothing searched."""
+
+
+def of_tables(findings: Findings, paper: Spec) -> str:
+    """Returns a line for each table of the paper: how many of its numbers stand beside ours."""
+    rows = [[f"`{label}`", BLANK, said] for label, said in FORMULAS.items()]
+    for name, spec in paper["tables"].items():
+        same = [run for run in findings.runs if belongs(run, spec) and not unlike(run, spec)]
+        found = {(run.method, run.epsilon, column_of(run, spec)) for run in same}
+        printed = len(spec["rows"]) * len(spec["columns"])
+        cells = f"{len(found)} of {printed} cells" if found else f"{NOT_RUN}: 0 of {printed} cells"
+        rows.append([f"`{spec['label']}`", spec["title"], cells])
+        label = paper["settings"][name]["label"]
+        if label.startswith("tab:"):
+            rows.append([f"`{label}`", "settings behind it", "in the printed sweeps"])
+    for label in dict.fromkeys(spec["label"] for spec in paper["timings"]):
+        own = [
+            measured(findings, spec, line["method"])
+            for spec in paper["timings"]
+            for line in spec["rows"]
+            if spec["label"] == label
+        ]
+        here = sum(row is not None for row in own)
+        rows.append([f"`{label}`", "throughput and hours", f"{here} of {len(own)} rows measured"])
+    unique = {row[0]: row for row in rows}
+    return table(["The paper's", "What", "State"], unique.values())
+
+
+def of_stand_ins(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the scores of all-MiniLM-L6-v2 at the paper's budgets, by task.
+
+    Args:
+        summaries: of the sweeps of ``SEARCHED`` and ``OURS``, by name.
+    """
+    rows = []
+    for task, chosen in OURS.items():
+        for epsilon in (2, 6):
+            cells = []
+            for title, names in STAND_INS.items():
+                sweeps = [chosen] if title.startswith("ours") else [SEARCHED.get(task)]
+                sweeps += [chosen] * (title.startswith("DP-"))
+                key = "inf" if title == "AdamW" else f"{epsilon}"
+                scores = [
+                    summaries[sweep]["tasks"][task].get(name, {}).get("scores", {}).get(key)
+                    for sweep in filter(None, sweeps)
+                    for name in names
+                ]
+                cells.append(score_text(next(filter(None, scores), None)))
+            rows.append([task, budget(epsilon), *cells])
+    return table(["Task", "ε", *STAND_INS], rows)
