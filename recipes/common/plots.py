@@ -75,6 +75,11 @@ class Panels:
         style = {**self._style(label), "marker": "", "ls": ":"}
         panel.axhline(height, label=label, **style)
 
+    def mark(self, panel: Axes, text: str) -> None:
+        """Writes a word across a panel, behind its lines."""
+        place = {"transform": panel.transAxes, "ha": "center", "va": "center", "rotation": 25}
+        panel.text(0.5, 0.5, text, fontsize=26, color="grey", alpha=0.45, zorder=0, **place)
+
     def _style(self, label: str) -> dict[str, Any]:
         if label not in self._styles:
             number = next(self._numbers)
@@ -95,6 +100,8 @@ class Panels:
             panel.set_ylabel(up)
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
+        if not handles:
+            return self.figure
         columns = 1 if max(map(len, handles)) > 40 else min(4, len(handles), 2 * len(self.axes))
         self.figure.legend(
             handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8

@@ -53,7 +53,14 @@ from recipes.benchmark.models import Setting
 from recipes.common.provenance import origin, versions, with_adapter, write
 from recipes.gpu_report import loader
 from recipes.gpu_report.models import MODELS
-from recipes.gpu_report.table import ADAMW, DP_ADAM, DP_GRAPE, PRINCIPAL, as_markdown
+from recipes.gpu_report.table import (
+    ADAMW,
+    DP_ADAM,
+    DP_GRAPE,
+    MATERIALISED,
+    PRINCIPAL,
+    as_markdown,
+)
 
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 WARMUP, STEPS = 3, 8
@@ -63,6 +70,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     DP_GRAPE: {"method": "dp_grape", **RANDOM},
     PRINCIPAL: {"method": "dp_grape", **MEASURED},
     DP_ADAM: {"method": "dp_adam"},
+    MATERIALISED: {"method": "dp_adam", "grad_sample_mode": "materialise"},
     "DP-LoRA": {"method": "dp_lora"},
 }
 """Arguments of the Trainer; with ``method`` it is the private one."""
@@ -104,6 +112,7 @@ _PLAN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         for model in (_ROBERTA, _VIT, _OPT, _OPT_27)
     ),
     (_OPT_67, "float32", _BOTH),
+    *((model, "float32", (MATERIALISED,)) for model in (_ROBERTA, _VIT)),
 )
 
 
@@ -321,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Exception as error:  # the other rows are worth having
             found = {"failed": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
             status = FAILED
-        rank = {} if row.method in (ADAMW, DP_ADAM) else {"rank": row.setting.rank}
+        rank = {} if row.method in (ADAMW, DP_ADAM, MATERIALISED) else {"rank": row.setting.rank}
         old = of(row)
         results = [other for other in results if other not in old]
         results.append({**row.name, **rank, **found, **where})

@@ -8,6 +8,8 @@ from typing import Any
 from recipes.common.markdown import table
 
 ADAMW, DP_GRAPE, PRINCIPAL, DP_ADAM = "AdamW", "DP-GRAPE", "DP-GRAPE, principal", "DP-Adam"
+MATERIALISED = "DP-Adam, materialised"
+"""The paper's DP-Adam: the whole gradient of every sample is kept, and not factors of it."""
 GIB = 2**30
 HEAD = [
     *("Model", "Precision", "Trained by", "ms per step", "ms to launch it", "ms of kernels"),

@@ -27,7 +27,7 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import checks, front_page, hours, state, tables
+from recipes.report import checks, front_page, hours, paper_figures, state, tables
 from recipes.report.findings import Findings, collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
@@ -135,6 +135,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),
     "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),
+    "paper-figures": paper_figures.as_markdown,
     "stand-ins": lambda root: state.of_stand_ins(
         {
             name: _summary(root / STUDIES / name)

@@ -1,9 +1,10 @@
-"""The paper's figures from our results.
+"""Figures of results: the paper's seven, and scores of any sweep.
 
-    python -m recipes.report.figures --results runs/results runs/sweep
+    python -m recipes.report.figures
+    python -m recipes.report.figures --results runs/sweep --output_dir runs/figures
 
-Scores at the budgets of each sweep, and what ``singular_values`` writes, found below the folders. A
-figure that has no data is not drawn. Of the paper's own curves no numbers are printed.
+Without ``--results`` the paper's figures are drawn from the committed results. With it, scores at
+the budgets of each sweep below the folders, or over the numbers of examples.
 """
 
 from __future__ import annotations
@@ -16,19 +17,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from recipes.common.plots import Panels, logarithmic
+from recipes.report.paper_figures import FIGURES, RESULTS
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Draws what there are data for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, nargs="+", required=True, help="folders")
-    parser.add_argument("--output_dir", type=Path, default=Path("recipes/paper/results"))
+    parser.add_argument("--results", type=Path, nargs="+", default=[], help="folders of sweeps")
+    parser.add_argument("--output_dir", type=Path, default=RESULTS / "figures")
     options = parser.parse_args(argv)
     options.output_dir.mkdir(parents=True, exist_ok=True)
+    for wanted in () if options.results else FIGURES:
+        drawn = wanted.drawn(Path())
+        for ending in ("svg", "png"):
+            _save(drawn, options.output_dir / f"{wanted.stem}.{ending}")
     paths = [path for folder in options.results for path in sorted(folder.rglob("*.json"))]
     for path in dict.fromkeys(paths):
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -37,13 +43,15 @@ def main(argv: Sequence[str] | None = None) -> None:
             figure, stem = accuracy_against_epsilon(found, name), f"accuracy_against_epsilon-{name}"
             if numbers_of_examples(found):
                 figure, stem = accuracy_against_examples(found, name), f"accuracy_against_n-{name}"
-        elif "spectra" in found:
-            figure, stem = singular_values(found), path.stem
         else:
             continue
-        picture = options.output_dir / f"{_slug(stem)}.png"
-        figure.savefig(picture, dpi=130)
-        sys.stdout.write(f"{picture}\n")
+        _save(figure, options.output_dir / f"{_slug(stem)}.png")
+
+
+def _save(figure: Figure, path: Path) -> None:
+    with rc_context({"svg.hashsalt": "figures"}):  # the same results are the same file
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
+    sys.stdout.write(f"{path}\n")
 
 
 def accuracy_against_epsilon(summary: Mapping[str, Any], name: str) -> Figure:
@@ -84,33 +92,6 @@ def accuracy_against_examples(summary: Mapping[str, Any], name: str) -> Figure:
             picture.line(panel, budget, points)
         logarithmic(panel, sorted(numbers.values()))
     return picture.finished("examples", "test score, %")
-
-
-def singular_values(found: Mapping[str, Any]) -> Figure:
-    """Returns singular values of gradients before and after clipping and noise (fig:vit-svals).
-
-    A panel is a bound C; the gradient that is neither clipped nor noised is in all of them.
-    """
-    entries, script = found["spectra"], found["script"]
-    bounds = sorted({entry["C"] for entry in entries} - {None})
-    model = Path(script["model_name_or_path"]).name
-    title = f"{model} on {script['task']}: singular values of the gradient of the first step"
-    picture = Panels([f"C = {bound:g}" for bound in bounds], title)
-    for panel, bound in zip(picture.axes, bounds, strict=True):
-        for entry in entries:
-            if entry["C"] in (None, bound):
-                values = enumerate(entry["singular_values"], 1)
-                points = {float(place): (value, None, 1) for place, value in values}
-                picture.line(panel, _noise(entry), points)
-        panel.set_yscale("log")
-        panel.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return picture.finished("place, from the largest on", "singular value, mean over layers")
-
-
-def _noise(entry: Mapping[str, Any]) -> str:
-    if entry["C"] is None:
-        return "neither clipped nor noised"
-    return rf"$\sigma$ = {entry['sigma']:g}" if entry["sigma"] else "clipped, without noise"
 
 
 def _slug(text: str) -> str:

@@ -172,10 +172,12 @@ class Findings:
     Args:
         runs: the results of experiments, each once.
         reports: rows of ``gpu_report``, by path.
+        curves: simulated peaks in bytes, by model, method and batch size.
     """
 
     runs: list[Run] = field(default_factory=list)
     reports: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)
+    curves: dict[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
 
 
 def is_private(method: str) -> bool:
@@ -218,6 +220,8 @@ def collect(folders: Iterable[Path]) -> Findings:
                 findings.reports[path] = found
             if not isinstance(found, dict):
                 continue
+            if "memory_curves" in found:
+                findings.curves[found["model"]] = found["memory_curves"]
             if {"family", "script", "settings", "metrics"} <= found.keys():
                 runs.setdefault(_key(found), Run(found))
     findings.runs = list(runs.values())

@@ -19,7 +19,7 @@ from recipes.common.markdown import (
     row,
     shown,
 )
-from recipes.gpu_report.table import ADAMW, GIB
+from recipes.gpu_report.table import ADAMW, MATERIALISED
 from recipes.report.findings import Findings, title_of
 from recipes.report.paper_match import Spec
 
@@ -47,26 +47,30 @@ def timings(findings: Findings, paper: Spec) -> Iterator[str]:
 
 
 def memory(findings: Findings, paper: Spec) -> Iterator[str]:
-    """Yield reserved memory and the share saved against DP-Adam, the paper's and ours."""
+    """Yield reserved memory and the share saved against DP-Adam: the paper's, ours, simulated."""
     yield from ("## Memory", "", "Of all that a method takes:", "")
-    columns = ["GB", "saved against DP-Adam"]
-    yield from header(["Model", "Method", "B", *headings(columns), "GiB", "measured with"])
+    columns = headings(["GB", "saved against DP-Adam"])
+    yield from header(
+        ["Model", "Method", "B", *columns, "GB, simulated", "saved, simulated", "measured with"]
+    )
     for model in paper["memory_measured"]:
         for line in model["rows"]:
-            theirs = [shown(line["gb"], BLANK), shown(line.get("saved"), BLANK)]
-            found = measured(findings, model, line["method"], line["batch_size"])
-            whole = measured(findings, model, "dp_adam", line["batch_size"])
-            ours, gib, where = [NOT_RUN, NOT_RUN], BLANK, BLANK
+            title, size = line.get("measured") or _title(line["method"]), line["batch_size"]
+            theirs = [shown(line.get("gb"), BLANK), shown(line.get("saved"), BLANK)]
+            found = _row(findings, model, title, size)
+            ours, where = [NOT_RUN, NOT_RUN], BLANK
             if found:
                 where = found["device"]
                 ours = ["OOM", BLANK]
-                if size := found.get("reserved"):
-                    saved = BLANK
-                    if whole and "reserved" in whole and whole is not found:
-                        saved = f"{1 - size / whole['reserved']:.1%}"
-                    ours, gib = [f"{size / GB:.1f}", saved], f"{size / GIB:.1f}"
-            names = [model["model"], title_of(line["method"]), str(line["batch_size"])]
-            yield row([*names, *beside(theirs, ours), gib, where])
+                if reserved := found.get("reserved"):
+                    whole = _row(findings, model, MATERIALISED, size) or {}
+                    ours = [f"{reserved / GB:.1f}", _saved(reserved, whole.get("reserved"))]
+            curves = findings.curves.get(model["measured"], {})
+            ranked = title if title in curves else f"{title}, r = {model['rank']}"
+            peak = curves.get(ranked, {}).get(str(size))
+            whole_peak = curves.get(MATERIALISED, {}).get(str(size))
+            simulated = [f"{peak / GB:.1f}", _saved(peak, whole_peak)] if peak else [NOT_RUN, BLANK]
+            yield row([model["model"], title, str(size), *beside(theirs, ours), *simulated, where])
     yield ""
     yield from bullets(paper["memory_notes"])
     yield (
@@ -75,18 +79,23 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     )
 
 
-def measured(
-    findings: Findings, model: Spec, method: str, batch_size: int | None = None
-) -> Mapping[str, Any] | None:
-    """Return the row of a report for a model, a method and a batch size, if there is one.
+def _saved(size: float, whole: float | None) -> str:
+    return BLANK if whole is None or whole == size else f"{1 - size / whole:.1%}"
 
-    Args:
-        findings: with the reports.
-        model: a part of the paper's timings or memory, with ``measured`` and ``rank``.
-        method: a name in ``METHODS``.
-        batch_size: that the row must have; None for any.
-    """
-    title = ADAMW if method == "adam" else title_of(method)
+
+def _title(method: str) -> str:
+    """Returns what ``gpu_report`` calls the paper's form of a method."""
+    return {"adam": ADAMW, "dp_adam": MATERIALISED}.get(method) or title_of(method)
+
+
+def measured(findings: Findings, model: Spec, method: str) -> Mapping[str, Any] | None:
+    """Return the row of a report for a model of the paper's timings and a method, if any."""
+    return _row(findings, model, ADAMW if method == "adam" else title_of(method))
+
+
+def _row(
+    findings: Findings, model: Spec, title: str, batch_size: int | None = None
+) -> Mapping[str, Any] | None:
     for report in findings.reports.values():
         for found in report:
             same = (found["model"], found["precision"], found["method"])

@@ -1,6 +1,7 @@
 """The paper's formulas of memory by hand, and simulations held against real runs."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from dp_grape_hf.memory import (
     prepared,
     simulate,
 )
-from recipes.paper import memory
+from recipes.gpu_report.models import MODELS
+from recipes.paper import memory, memory_curves
 from recipes.paper.memory import (
     FORMULAS,
     Compared,
@@ -29,6 +31,7 @@ from recipes.paper.memory import (
     sizes_of,
 )
 from recipes.paper.methods import METHODS
+from recipes.report.findings import collect
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -251,3 +254,21 @@ def test_the_command_shows_what_one_of_several_processes_sends(
     assert ours["all-reduce"] > 0 == plain["all-reduce"]
     assert main(command.split()) == 0
     assert "sent by a process in a step, GiB" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_curves_have_the_peak_of_each_method_and_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = next(iter(memory_curves.CURVES))
+    small = {"hidden_size": 64, "layers": 1, "heads": 2, "vocab_size": 64, "length": 8}
+    monkeypatch.setattr(memory_curves, "MODELS", {name: replace(MODELS[name], **small)})
+    monkeypatch.setattr(memory_curves, "CURVES", {name: ((2, 32), (4,))})
+    memory_curves.main(["--output_dir", str(tmp_path)])
+    (path,) = tmp_path.glob("*.json")
+    assert path.name == "roberta-large.json"
+    curves = json.loads(path.read_text())["memory_curves"]
+    assert list(curves) == [*memory_curves.METHODS, "DP-GRAPE, r = 4"]
+    assert all(found["2"] <= found["32"] for found in curves.values())
+    assert curves["DP-Adam, materialised"]["32"] > curves["DP-GRAPE, r = 4"]["32"]
+    assert collect([tmp_path]).curves == {name: curves}
