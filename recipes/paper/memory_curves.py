@@ -2,11 +2,11 @@
 
     python -m recipes.paper.memory_curves --only RoBERTa --output_dir recipes/paper/results/memory
 
-The models, their shapes and their batches are those of ``gpu_report``, with weights of 32 bits. A
-step is simulated as ``dp-grape memory`` does it, without a GPU, half a minute each. Each model is a
-JSON file with the peaks in bytes by method and batch size (B samples in one physical batch), from
-which ``recipes.report.figures`` draws. ``DP-Adam, materialised`` keeps one whole gradient of every
-sample, as the paper's DP-Adam does: its headline numbers are compared with that one.
+The models and their shapes come from ``gpu_report``; weights have 32 bits. A step is simulated as
+``dp-grape memory`` does it, without a GPU, half a minute each. Each model is a JSON file with the
+peaks in bytes by method and batch size (B samples in one physical batch), from which
+``recipes.report.figures`` draws. ``DP-Adam, materialised`` keeps a whole gradient of every sample,
+as the paper's DP-Adam does: its headline numbers are compared with that one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The hours that sweeps of the paper's experiments take on one H100.
 
-A run takes its steps times its batch over a throughput: the one that ``gpu_report`` measured in
-float32 for the model and the method, else the one that the paper prints, else that of the method
-that a step has most in common with. Loading, and scoring of the dev and test splits, come on top.
+The hours of a run are its steps times its batch over a throughput. ``gpu_report`` measured the
+throughput in float32 for the model and the method, or the paper prints it. A method without either
+has the throughput of a similar one (``LIKE``). Loading and scoring take additional time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MEASURED, ESTIMATED = "measured ", ", estimated as "
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row of a sweep takes.
+    """The hours of a row of a sweep.
 
     Args:
         sweep: the file of the sweep.

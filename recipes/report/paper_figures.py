@@ -52,7 +52,7 @@ class Wanted:
     mark: str = ""
 
     def drawn(self, root: Path) -> Figure:
-        """Returns the picture of what is below a root, with a mark where nothing is."""
+        """Returns the picture from results below a root, with a mark on empty panels."""
         found = self.panels(root / RESULTS)
         picture = Panels([*found], self.title)
         for panel, lines in zip(picture.axes, found.values(), strict=True):
@@ -79,7 +79,7 @@ class Wanted:
 
 
 def as_markdown(root: Path) -> str:
-    """Returns a line for each figure of the paper: the picture, and what it has."""
+    """Returns a line for each figure of the paper: the picture, and its state."""
     rows = (
         [
             f"`{found.label}`",

@@ -33,7 +33,7 @@ OURS = {"SST-2": "text_chosen", "TREC": "text_chosen", "SST-5": "others_chosen"}
 
 
 def of_tables(findings: Findings, paper: Spec) -> str:
-    """Returns a line for each table of the paper: how many of its numbers stand beside ours."""
+    """Returns a line for each table of the paper: how many of its numbers we have, too."""
     rows = [[f"`{label}`", BLANK, said] for label, said in FORMULAS.items()]
     for name, spec in paper["tables"].items():
         same = [run for run in findings.runs if belongs(run, spec) and not unlike(run, spec)]
