@@ -18,8 +18,8 @@ text by the logits of the label words at the mask of the prompt. With ``--head c
 With a small sentence encoder and short texts a CPU will do, at five minutes of one core for 200
 steps of 22 million parameters. All-MiniLM-L6-v2 had 75 % test accuracy (seed 13):
 
-    python -m recipes.paper.roberta --config small --task SST-2 --method dp_grape \\
-        --target_epsilon 6 --seed 13 --output_dir runs/roberta
+    python -m recipes.paper.roberta --config recipes/studies/configs/roberta_small.yaml \\
+        --task SST-2 --method dp_grape --target_epsilon 6 --seed 13 --output_dir runs/roberta
 
 Data come from the Hub, or from ``--dataset_path``, a folder with the Hub's columns (see
 ``recipes.paper.data``). The dev split, the next k examples of each class, is for choosing settings;

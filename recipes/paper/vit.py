@@ -12,8 +12,8 @@ from a checkpoint (tab:vit-full-results-finetuning). Their hardware is an H100: 
 epochs of CIFAR-10. A small model learns on a CPU core, in three and a half minutes, to 82 % on
 Fashion-MNIST:
 
-    accelerate launch -m recipes.paper.vit --config small --task FASHION-MNIST --method dp_grape \\
-        --target_epsilon 8 --output_dir runs/vit --use_cpu
+    accelerate launch -m recipes.paper.vit --config recipes/studies/configs/vit_small.yaml \\
+        --task FASHION-MNIST --method dp_grape --target_epsilon 8 --output_dir runs/vit --use_cpu
 
 ``--save_model`` leaves a model that ``AutoModelForImageClassification.from_pretrained`` loads, with
 the image processor.
@@ -152,8 +152,8 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     split, train, scored = "test", data["train"], data["test"]
     if script.held_out:
         generator = torch.Generator().manual_seed(script.split_seed)
-        parts = random_split(train, [HELD_OUT, 1 - HELD_OUT], generator)
-        split, (scored, train) = "dev", parts
+        parts = random_split(train, [1 - HELD_OUT, HELD_OUT], generator)
+        split, (train, scored) = "dev", parts
     if script.train_examples is not None:
         train = drawn(train, script.train_examples, args.seed)
     model = build_model(script, source.classes)
