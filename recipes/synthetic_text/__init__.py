@@ -1,0 +1,1 @@
+"""Differentially private synthetic text: train, generate, filter, classify, evaluate, publish."""

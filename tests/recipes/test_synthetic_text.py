@@ -1,0 +1,241 @@
+"""Synthetic text: what the filters keep, what the card promises, and the whole recipe offline."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from datasets import load_dataset
+from scipy.linalg import sqrtm
+
+from dp_grape_hf import Ledger
+from dp_grape_hf.cli.main import main as dp_grape
+from dp_grape_hf.ledger import LEDGER_NAME
+from recipes.synthetic_text import base, card
+from tests.support.ledgers import ledger_of
+from tests.support.sft import WORDS, llama, send_nothing, tokenizer
+
+pytest.importorskip("trl", reason="TRL is an optional extra")
+from recipes.synthetic_text import evaluation, pipeline
+
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
+LABELS = ["w0", "w1"]
+SECRET = "w23"  # in private texts alone
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny language model in ``model``, and labelled texts in ``data``."""
+    llama().save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    coins = np.random.default_rng(0)
+    for split, count in (("train", 64), ("test", 32)):
+        rows = [
+            {"text": " ".join(coins.choice(WORDS[2 + 10 * (i % 2) :][:10], 4)), "label": i % 2}
+            for i in range(count)
+        ]
+        write_lines(tmp_path / "data" / f"{split}.jsonl", rows)
+    return tmp_path
+
+
+def parse(folder: Path, **options: Any) -> tuple[pipeline.SyntheticTextArguments, Any]:
+    """Returns the arguments of a run of seconds."""
+    given = {
+        **{"model_name_or_path": folder / "model", "dataset_path": folder / "data"},
+        **{"output_dir": folder / "out", "control_code": "{label} ", "target_epsilon": 8.0},
+        **{"target_delta": 1e-3, "max_steps": 2, "expected_batch_size": 16, "max_length": 12},
+        **{"texts_per_label": 40, "per_device_eval_batch_size": 16, "min_words": 1},
+        **{"agreement": False},
+        **{"learning_rate": 1e-2, "accountant": "rdp", "noise": "independent"},
+        **{"gradient_checkpointing": False, "use_cpu": True, "disable_tqdm": True},
+        **{"report_to": "none", "dataloader_pin_memory": False, "save_strategy": "no"},
+        **options,
+    }
+    words = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    return pipeline.parse([*words, "--labels", *LABELS])
+
+
+# ---- The command line ----
+
+
+def test_the_command_line_wins_over_the_config(folder: Path) -> None:
+    config = Path(pipeline.__file__).with_name("trec.yaml")
+    script, args = parse(folder, config=config)
+    assert (args.target_epsilon, args.max_length, script.labels) == (8.0, 12, LABELS)
+    assert (script.label_column, args.eval_data_is_public) == ("coarse_label", True)
+    _, args = parse(folder, config=config, target_epsilon=None, noise_multiplier=1.0)
+    assert (args.target_epsilon, args.noise_multiplier) == (None, 1.0)
+
+
+def test_a_config_with_an_unknown_option_is_refused(folder: Path) -> None:
+    config = folder / "config.yaml"
+    config.write_text("target_epsilom: 8.0\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="target_epsilom"):
+        parse(folder, config=config)
+
+
+def test_a_missing_option_is_named(folder: Path) -> None:
+    with pytest.raises(ValueError, match="--model_name_or_path"):
+        parse(folder, model_name_or_path=None)
+
+
+def test_labels_must_be_declared(folder: Path) -> None:
+    script, _ = parse(folder)
+    assert {*pipeline.real_texts(script, "train")["label"]} == {*LABELS}
+    script.labels = LABELS[:1]
+    with pytest.raises(ValueError, match="other labels than 0 to 0"):
+        pipeline.real_texts(script, "train")
+
+
+# ---- Filters ----
+
+
+def test_each_filter_drops_what_it_is_for(folder: Path) -> None:
+    script, _ = parse(folder, min_words=2, agreement=True)
+    good = [
+        {"text": f"{word} number {i}", "label": label, "ended": True}
+        for label, word in zip(LABELS, ("cat", "dog"), strict=True)
+        for i in range(30)
+    ]
+    wrong = {"text": "dog number 99", "label": LABELS[0], "ended": True}
+    cut, short = ({**good[0], "ended": False}, {**good[0], "text": "cat"})
+    twice = {**good[1], "text": " CAT  number 1"}
+    kept, counts = pipeline.filtered([*good, wrong, cut, short, twice], script)
+    assert {*kept.texts} == {row["text"] for row in good[:1] + good[2:]} | {twice["text"]}
+    assert [*counts.values()] == [64, 63, 62, 61, 60]
+    script.agreement = False
+    kept, counts = pipeline.filtered([*good, wrong, cut, short, twice], script)
+    assert wrong["text"] in kept.texts
+    assert "labels agree" not in counts
+
+
+# ---- Measures ----
+
+
+def test_the_distance_is_frechets() -> None:
+    coins = np.random.default_rng(0)
+    one, other = coins.normal(size=(40, 3)), coins.normal(size=(50, 3)) * [1, 2, 3] + 1
+    assert evaluation.frechet_distance(one, one) == pytest.approx(0, abs=1e-9)
+    assert evaluation.frechet_distance(one, np.add(one, [3, 0, 4])) == pytest.approx(25)
+    first, second = np.cov(one.T), np.cov(other.T)
+    expected = np.square(one.mean(0) - other.mean(0)).sum()
+    expected += np.trace(first + second - 2 * sqrtm(first @ second).real)
+    assert evaluation.frechet_distance(one, other) == pytest.approx(expected)
+
+
+def test_an_embedding_depends_on_its_own_text_alone() -> None:
+    together = evaluation.embed(["a cat", "a dog and a cat"], None)
+    assert together.shape == (2, evaluation.HASHES)
+    assert np.array_equal(together[:1], evaluation.embed(["a cat"], None))
+    assert np.linalg.norm(together, axis=1) == pytest.approx(1)
+
+
+def test_a_classifier_of_one_label_is_refused() -> None:
+    texts = evaluation.Texts(["a", "b"], ["x", "x"], np.eye(2))
+    with pytest.raises(ValueError, match="less than two labels"):
+        evaluation.accuracy(texts, texts)
+
+
+# ---- The card ----
+
+
+def results_of(**changes: Any) -> dict[str, Any]:
+    settings = {"labels": LABELS, "texts_per_label": 5, "temperature": 1.0, "top_p": 0.9}
+    found = {"accuracy": {"real": 0.987, "synthetic": 0.654}, "texts": {"test": 321}}
+    return {"settings": settings, "filter": {"generated": 10}, "evaluation": found, **changes}
+
+
+def test_the_card_carries_the_ledger() -> None:
+    ledger = ledger_of(2)
+    text = card.render(ledger, results_of(), public=True)
+    front = yaml.safe_load(text.split("---\n")[1])["differential_privacy"]
+    assert ledger.epsilon() <= front["epsilon"] <= ledger.epsilon() + 1e-3
+    assert front["delta"] == ledger.mechanism.target_delta
+    assert front["unit"] == ledger.mechanism.privacy_unit
+    assert front["adjacency"] == "add or remove one"
+    assert f"**ε = {front['epsilon']}**" in text
+    assert "Generation and filtering are post-processing" in text
+    assert "65.4% of 321 held-out real texts" in text
+    assert "98.7" not in text  # of a classifier of private texts
+
+
+def test_the_card_shows_nothing_of_texts_that_are_not_public() -> None:
+    text = card.render(ledger_of(2), results_of(evaluation=None), public=False)
+    assert "If you publish one, ε does not cover it." in text
+
+
+def test_the_card_of_a_run_without_privacy_claims_none() -> None:
+    ledger = ledger_of(2, private=False, reason="a test")
+    text = card.render(ledger, results_of(), public=True)
+    assert "no privacy guarantee" in text
+    assert "differential" not in text.split("---\n")[1]
+
+
+# ---- All of it ----
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora_rank", [None, 2])
+def test_private_texts_become_a_data_set_with_its_ledger(
+    lora_rank: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send_nothing(monkeypatch)
+    script, args = parse(folder, lora_rank=lora_rank, compare_direct=lora_rank is None)
+    results = pipeline.main(script, args)
+    out = folder / "out"
+    ledger = Ledger.load(out / "dataset" / LEDGER_NAME)
+    assert ledger.private
+    assert ledger.steps == 2
+    assert results["privacy"]["epsilon"] == pytest.approx(ledger.epsilon())
+    assert dp_grape(["verify", str(out)]) == 0
+    assert dp_grape(["ledger", str(out / "dataset")]) == 0
+    rows = load_dataset("json", data_files=str(out / "dataset/train.jsonl"), split="train")
+    assert len(rows) == [*results["filter"].values()][-1] > 0
+    assert {*rows["label"]} <= {*LABELS}
+    text = (out / "dataset/README.md").read_text(encoding="utf-8")
+    assert "was not" not in text.split("## What ε covers")[0]
+    assert f"{results['evaluation']['accuracy']['synthetic']:.1%}" not in text
+    assert json.loads((out / "results.json").read_text(encoding="utf-8")) == results
+    assert str(folder) not in json.dumps(results["settings"] | {"output_dir": ""})
+    if lora_rank is None:
+        assert results["evaluation"]["epsilon_of_direct"] <= 8.0
+    else:
+        assert (out / "adapter_config.json").exists()
+
+
+@pytest.mark.slow
+def test_an_encoder_gives_the_same_embedding_in_any_batch(tmp_path: Path) -> None:
+    llama().model.save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    texts = ["w1 w2", "w3", "w4 w5 w6 w7"]
+    together = evaluation.embed(texts, str(tmp_path))
+    alone = np.concatenate([evaluation.embed([text], str(tmp_path)) for text in texts])
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_base_model_learns_public_texts(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    rows = [{"question": f"what is {i} and {i + 1}?"} for i in range(700)]
+    write_lines(tmp_path / "data" / "train.jsonl", rows)
+    args = base.BaseArguments(
+        dataset_path=str(tmp_path / "data"),
+        output_dir=str(tmp_path / "model"),
+        splits="train",
+        vocab_size=300,
+        hidden_size=16,
+        num_hidden_layers=1,
+        max_length=16,
+        num_train_epochs=20,
+    )
+    results = base.main(args)
+    assert results["texts"] == 200
+    assert results["held_out_loss"] < math.log(300) - 1.5
