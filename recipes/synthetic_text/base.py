@@ -1,9 +1,10 @@
-"""A tiny causal language model, trained without privacy on public texts.
+"""A tiny causal language model, trained without privacy on the public questions of SQuAD.
 
     python -m recipes.synthetic_text.base --dataset_path data/squad --output_dir runs/public-lm
 
-It takes the place of pretrained weights where none can be downloaded. Hardware: one CPU core, nine
-minutes. Expected: a loss of 4.1 per token on held-out questions of SQuAD.
+Each question stands behind its answer, so the model learns that a text depends on what is in front
+of it. It takes the place of pretrained weights where none can be downloaded. Hardware: one CPU
+core, eight minutes.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ HELD_OUT = 500  # texts
 class BaseArguments:
     """Which public texts, and how large a model."""
 
-    dataset_path: str = field(metadata={"help": "Data set of public texts: a folder or a name."})
+    dataset_path: str = field(
+        metadata={"help": "SQuAD, or a data set of its form: a folder or a name."}
+    )
     output_dir: str = field(metadata={"help": "Folder of the model and its tokenizer."})
-    column: str = field(default="question", metadata={"help": "Column with the texts."})
     splits: str = field(default="train+validation+test", metadata={"help": "Splits that are read."})
     vocab_size: int = field(default=2048, metadata={"help": "Number of tokens of the tokenizer."})
     hidden_size: int = field(default=128, metadata={"help": "Width of the transformer."})
     num_hidden_layers: int = field(default=3, metadata={"help": "Number of its layers."})
-    max_length: int = field(default=32, metadata={"help": "Texts are cut at so many tokens."})
+    max_length: int = field(default=40, metadata={"help": "Texts are cut at so many tokens."})
     num_train_epochs: float = field(default=4, metadata={"help": "Passes over the texts."})
     seed: int = field(default=0, metadata={"help": "Seed of weights and order."})
 
@@ -54,8 +56,9 @@ def main(args: BaseArguments) -> dict[str, Any]:
     """Train, save, and return the loss on texts that were held out."""
     set_seed(args.seed)
     rows = load_split(args.splits, args.dataset_path, args.dataset_path)
-    distinct = list(dict.fromkeys(rows[args.column]))
-    held_out, texts = distinct[:HELD_OUT], distinct[HELD_OUT:]
+    pairs = zip(rows["answers"], rows["question"], strict=True)
+    distinct = {question: f"{found['text'][0]}\n{question}" for found, question in pairs}
+    held_out, texts = [*distinct.values()][:HELD_OUT], [*distinct.values()][HELD_OUT:]
     tokenizer = train_tokenizer(texts, args.vocab_size)
     model = LlamaForCausalLM(
         LlamaConfig(

@@ -1,8 +1,8 @@
-"""The card of a synthetic data set: what the ledger of the model says, and what it does not."""
+"""The card of a synthetic data set, as the ledger of its model supports it; a table of results."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -99,3 +99,34 @@ def _evaluation(results: Mapping[str, Any], *, public: bool) -> str:
         f"trained on these texts alone labels {found['accuracy']['synthetic']:.1%} of "
         f"{found['texts']['test']} held-out real texts right."
     )
+
+
+# ---- Results ----
+
+
+def as_markdown(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the results of several runs as one table."""
+    found: dict[str, list[str]] = {}  # what real texts alone give is in several records
+    for record in records:
+        evaluation, spent = record["evaluation"], record["privacy"]
+        counts, scores = evaluation["texts"], evaluation["accuracy"]
+        distances = {name: f"{d:.3f}" for name, d in evaluation["frechet_distance"].items()}
+        real, kept = f"{counts['real']:,}", f"{counts['synthetic']:,}"
+        found |= {
+            "real texts, without privacy": ["∞", real, _percent(scores["real"]), distances["real"]]
+        }
+        if "direct" in scores:
+            epsilon = f"{rounded_up(evaluation['epsilon_of_direct'], 2):g}"
+            title = "real texts, privately"
+            found[title] = [epsilon, real, _percent(scores["direct"]), ""]
+        title, epsilon = "synthetic texts of the public model as it is", "0"
+        if spent is not None:
+            epsilon = f"{rounded_up(spent['epsilon'], 2):g}" if spent["private"] else "∞"
+            title = f"synthetic texts, ε = {epsilon}"
+        found[title] = [epsilon, kept, _percent(scores["synthetic"]), distances["synthetic"]]
+    head = ["Classifier trained on", "ε", "Texts", "Accuracy on real texts", "Fréchet distance"]
+    return table(head, ([title, *cells] for title, cells in found.items()))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}"

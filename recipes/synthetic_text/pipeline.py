@@ -37,7 +37,7 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.tables import table
-from recipes.common.provenance import origin, recorded, spent_as_json, write
+from recipes.common.provenance import origin, recorded, write
 from recipes.paper.data import load_split
 from recipes.synthetic_text.card import render
 from recipes.synthetic_text.evaluation import (
@@ -64,8 +64,13 @@ class SyntheticTextArguments:
         default_factory=list,
         metadata={"help": "Names of the labels 0, 1, ..., which are public and not read off."},
     )
-    control_code: str = field(
-        default="{label}\n", metadata={"help": "What stands before a text of a label."}
+    control_codes: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Public text before the texts of each label. Default: its name."},
+    )
+    train: bool = field(
+        default=True,
+        metadata={"help": "False: sample from the model as it is, with its ledger if it has one."},
     )
     train_split: str = field(default="train", metadata={"help": "Split of the private texts."})
     test_split: str = field(default="test", metadata={"help": "Split of held-out real texts."})
@@ -95,14 +100,16 @@ class SyntheticTextArguments:
 def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, Any]:
     """Train, generate, filter, evaluate, write the data set, and return ``results.json``."""
     set_seed(args.seed)  # weights of an adapter, and sampling of texts; noise has no seed
-    trainer = train(script, args)
-    if not trainer.is_world_process_zero():
-        return {}
-    spent = spent_as_json(trainer.privacy_spent())
-    generated = generate(script, args)
+    source = Path(script.model_name_or_path)
+    if script.train:
+        source = Path(args.output_dir)
+        if not train(script, args).is_world_process_zero():
+            return {}
+    ledger = source / LEDGER_NAME
+    generated = generate(script, args, source)
     kept, counts = filtered(generated, script)
     results = {
-        "privacy": spent,
+        "privacy": spent_of(Ledger.load(ledger)) if ledger.exists() else None,
         "filter": counts,
         "evaluation": evaluate(kept, script, args),
         "settings": {**asdict(script), **recorded(args)},
@@ -111,9 +118,24 @@ def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, An
     for name in ("model_name_or_path", "dataset_path", "encoder"):  # paths of one machine
         results["settings"][name] = Path(results["settings"][name] or "").name
     write(Path(args.output_dir) / "results.json", results)
-    save(kept, results, args)
+    if ledger.exists():
+        save(kept, results, args, ledger)
     sys.stdout.write(report(results, kept, args.output_dir))
     return results
+
+
+def spent_of(ledger: Ledger) -> dict[str, Any]:
+    """Return what the training of a model spent, and by which mechanism."""
+    names = ("target_delta", "noise_multiplier", "sample_rate", "max_grad_norm", "adjacency")
+    own = {name: getattr(ledger.mechanism, name) for name in (*names, "privacy_unit", "chosen")}
+    epsilon = ledger.epsilon() if ledger.private else None
+    return {"private": ledger.private, "epsilon": epsilon, "steps": ledger.steps, **own}
+
+
+def codes_of(script: SyntheticTextArguments) -> dict[str, str]:
+    """Return the control code of each label: a line of its own, so that it ends with a token."""
+    codes = script.control_codes or script.labels
+    return {label: f"{code}\n" for label, code in zip(script.labels, codes, strict=True)}
 
 
 # ---- Private training ----
@@ -122,7 +144,7 @@ def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, An
 def train(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> DPGrapeSFTTrainer:
     """Fine-tune the language model privately on control codes and texts, and save it."""
     rows = real_texts(script, script.train_split, args.privacy_unit_column)
-    codes = [script.control_code.format(label=label) for label in rows["label"]]
+    codes = [*map(codes_of(script).get, rows["label"])]
     examples = Dataset.from_dict({"prompt": codes, "completion": rows["text"]})
     if (unit := args.privacy_unit_column) is not None:
         examples = examples.add_column(unit, rows[unit])
@@ -169,21 +191,23 @@ def real_texts(
 
 
 @torch.no_grad()
-def generate(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> list[dict[str, Any]]:
-    """Return as many texts of each label, sampled from the saved model.
+def generate(
+    script: SyntheticTextArguments, args: DPGrapeSFTConfig, source: Path
+) -> list[dict[str, Any]]:
+    """Return as many texts of each label, sampled from the model that is saved in ``source``.
 
     The proportions of the labels are not those of the private texts, which no ε would cover.
     """
-    tokenizer = AutoTokenizer.from_pretrained(args.output_dir)
+    tokenizer = AutoTokenizer.from_pretrained(source)
     if script.lora_rank is None:
-        model = AutoModelForCausalLM.from_pretrained(args.output_dir)
+        model = AutoModelForCausalLM.from_pretrained(source)
     else:
         base = AutoModelForCausalLM.from_pretrained(script.model_name_or_path)
-        model = PeftModel.from_pretrained(base, args.output_dir)
+        model = PeftModel.from_pretrained(base, source)
     model.eval().to(args.device)
     found: list[dict[str, Any]] = []
-    for label in script.labels:
-        code = tokenizer(script.control_code.format(label=label), return_tensors="pt")
+    for label, text in codes_of(script).items():
+        code = tokenizer(text, return_tensors="pt")
         for first in range(0, script.texts_per_label, args.per_device_eval_batch_size):
             sampled = model.generate(
                 **code.to(args.device),
@@ -260,6 +284,7 @@ def evaluate(
         with tempfile.TemporaryDirectory() as folder:
             options = DPGrapeTrainingArguments(
                 output_dir=folder,
+                method="dp_adam",  # so few numbers need no projection
                 target_epsilon=args.target_epsilon,
                 target_delta=args.target_delta,
                 num_train_epochs=20,
@@ -277,14 +302,13 @@ def evaluate(
 # ---- The data set ----
 
 
-def save(kept: Texts, results: Mapping[str, Any], args: DPGrapeSFTConfig) -> None:
+def save(kept: Texts, results: Mapping[str, Any], args: DPGrapeSFTConfig, ledger: Path) -> None:
     """Write the data set, its ledger and its card."""
     folder = Path(args.output_dir) / DATASET
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     rows = zip(kept.texts, kept.labels, strict=True)
     lines = [json.dumps({"text": text, "label": label}) + "\n" for text, label in rows]
     (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
-    ledger = Path(args.output_dir) / LEDGER_NAME
     shutil.copy(ledger, folder)
     card = render(Ledger.load(ledger), results, public=args.eval_data_is_public)
     (folder / "README.md").write_text(card, encoding="utf-8")
@@ -292,9 +316,9 @@ def save(kept: Texts, results: Mapping[str, Any], args: DPGrapeSFTConfig) -> Non
 
 def report(results: Mapping[str, Any], kept: Texts, folder: str) -> str:
     """Return the closing table, as text."""
-    spent, found = results["privacy"], results["evaluation"]
+    spent, found = results["privacy"] or {"epsilon": None}, results["evaluation"]
     rows = {
-        "epsilon spent": f"{spent['epsilon']:.4g} at delta {spent['delta'] or 0:g}",
+        "epsilon spent": "none" if spent["epsilon"] is None else f"{spent['epsilon']:.4g}",
         **{f"texts, {name}": f"{count}" for name, count in results["filter"].items()},
         **{f"accuracy, {name}": f"{value:.1%}" for name, value in found["accuracy"].items()},
         **{

@@ -50,7 +50,7 @@ def parse(folder: Path, **options: Any) -> tuple[pipeline.SyntheticTextArguments
     """Returns the arguments of a run of seconds."""
     given = {
         **{"model_name_or_path": folder / "model", "dataset_path": folder / "data"},
-        **{"output_dir": folder / "out", "control_code": "{label} ", "target_epsilon": 8.0},
+        **{"output_dir": folder / "out", "target_epsilon": 8.0},
         **{"target_delta": 1e-3, "max_steps": 2, "expected_batch_size": 16, "max_length": 12},
         **{"texts_per_label": 40, "per_device_eval_batch_size": 16, "min_words": 1},
         **{"agreement": False},
@@ -179,6 +179,25 @@ def test_the_card_of_a_run_without_privacy_claims_none() -> None:
     assert "differential" not in text.split("---\n")[1]
 
 
+def test_the_table_has_what_real_texts_give_once() -> None:
+    found = {"texts": {"real": 4935, "synthetic": 20}, "accuracy": {"real": 0.9, "synthetic": 0.5}}
+    found["frechet_distance"] = {"real": 0.1, "synthetic": 0.25}
+    direct = {**found, "accuracy": {**found["accuracy"], "direct": 0.8}, "epsilon_of_direct": 7.996}
+    spent = {"private": True, "epsilon": 7.996}
+    records = [
+        {"evaluation": direct, "privacy": spent},
+        {"evaluation": found, "privacy": spent | {"private": False}},
+        {"evaluation": found, "privacy": None},
+    ]
+    assert card.as_markdown(records).splitlines()[2:] == [
+        "| real texts, without privacy | ∞ | 4,935 | 90.0 | 0.100 |",
+        "| real texts, privately | 8 | 4,935 | 80.0 |  |",
+        "| synthetic texts, ε = 8 | 8 | 20 | 50.0 | 0.250 |",
+        "| synthetic texts, ε = ∞ | ∞ | 20 | 50.0 | 0.250 |",
+        "| synthetic texts of the public model as it is | 0 | 20 | 50.0 | 0.250 |",
+    ]
+
+
 # ---- All of it ----
 
 
@@ -207,8 +226,18 @@ def test_private_texts_become_a_data_set_with_its_ledger(
     assert str(folder) not in json.dumps(results["settings"] | {"output_dir": ""})
     if lora_rank is None:
         assert results["evaluation"]["epsilon_of_direct"] <= 8.0
+        again = parse(folder, train=False, model_name_or_path=out, output_dir=folder / "again")
+        assert pipeline.main(*again)["privacy"] == results["privacy"]
+        assert Ledger.load(folder / "again/dataset" / LEDGER_NAME).links == ledger.links
     else:
         assert (out / "adapter_config.json").exists()
+
+
+def test_a_public_model_as_it_is_gives_no_data_set(folder: Path) -> None:
+    results = pipeline.main(*parse(folder, train=False))
+    assert results["privacy"] is None
+    assert not (folder / "out/dataset").exists()
+    assert results["filter"]["generated"] == 80
 
 
 @pytest.mark.slow
@@ -224,7 +253,9 @@ def test_an_encoder_gives_the_same_embedding_in_any_batch(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_base_model_learns_public_texts(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
-    rows = [{"question": f"what is {i} and {i + 1}?"} for i in range(700)]
+    rows = [
+        {"question": f"what is {i} and {i + 1}?", "answers": {"text": [f"{i}"]}} for i in range(700)
+    ]
     write_lines(tmp_path / "data" / "train.jsonl", rows)
     args = base.BaseArguments(
         dataset_path=str(tmp_path / "data"),
