@@ -190,6 +190,17 @@ def causal_model() -> dict[str, Any]:
     return {"prompts_and_completions": Dataset.from_list(rows)}
 
 
+def preferences() -> dict[str, Any]:
+    """A language model in ``my-model``, private preferences and public prompts."""
+    causal_model()
+    pairs = [{"chosen": f"w{i % 24} w1", "rejected": f"w{i % 24} w2 w3"} for i in range(64)]
+    prompts = [{"prompt": f"w{i % 24} w4"} for i in range(64)]
+    return {
+        "private_preferences": Dataset.from_list(pairs),
+        "public_prompts": Dataset.from_list(prompts),
+    }
+
+
 def configurations() -> dict[str, Any]:
     """Of RoBERTa-large, and of a small one."""
     for name, hidden, layers in (("large", 1024, 24), ("small", 256, 4)):
@@ -219,6 +230,7 @@ PRELUDES: dict[str, Prelude] = {
     "dp_grape_hf/publishing/README.md": saved_run_and_base,
     "dp_grape_hf/trainer/README.md": causal_model,
     "model_cards/README.md": cards,
+    "recipes/synthetic_text/README.md": preferences,
 }
 
 
@@ -348,7 +360,7 @@ each_page = pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("page", slow_but({"README.md"}, PAGES))
 @pytest.mark.usefixtures("desk")
 @pytest.mark.filterwarnings(
-    "ignore:`(is_)?gradient_checkpointing` is deprecated",  # TRL and PEFT use it
+    "ignore:`(is_)?gradient_checkpointing(_\\w+)?` is deprecated",  # TRL and PEFT use it
     "ignore:Use 'content=<...>' to upload:DeprecationWarning",  # huggingface_hub does
 )
 def test_a_page_runs_from_top_to_bottom(page: str) -> None:

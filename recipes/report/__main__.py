@@ -31,6 +31,7 @@ from recipes.report import checks, front_page, hours, paper_figures, state, tabl
 from recipes.report.findings import Findings, collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
+from recipes.synthetic_text import card as synthetic_text
 
 ROOT = Path(__file__).parents[2]
 PAPER, STUDIES = Path("recipes/paper/results"), Path("recipes/studies/results")
@@ -132,6 +133,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
         "scripts/results/scripts.json", lambda run: checks.converted_scripts(run["scripts"])
     ),
     "subspace": _of("subspace/results/*.json", subspace.as_markdown),
+    "synthetic-text": _of("synthetic_text/results/trec_*.json", synthetic_text.as_markdown),
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),
     "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),

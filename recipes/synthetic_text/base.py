@@ -2,9 +2,9 @@
 
     python -m recipes.synthetic_text.base --dataset_path data/squad --output_dir runs/public-lm
 
-Each question stands behind its answer, so the model learns that a text depends on what is in front
-of it. It takes the place of pretrained weights where none can be downloaded. Hardware: one CPU
-core, eight minutes.
+Each question stands behind its answer, so the model learns that a text depends on its prefix. It
+takes the place of pretrained weights where none can be downloaded. Hardware: one CPU core, eight
+minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HELD_OUT = 500  # texts
 
 @dataclass
 class BaseArguments:
-    """Which public texts, and how large a model."""
+    """Public texts, and the size of the model."""
 
     dataset_path: str = field(
         metadata={"help": "SQuAD, or a data set of its form: a folder or a name."}

@@ -26,7 +26,7 @@ def render(ledger: Ledger, results: Mapping[str, Any], *, public: bool) -> str:
         "epsilon": rounded_up(ledger.epsilon(), 3) if ledger.private else "none",
         "delta": mechanism.target_delta,
         "unit": mechanism.privacy_unit,
-        "adjacency": mechanism.adjacency.replace("_", " "),
+        "adjacency": str(mechanism.adjacency),
         "accountant": mechanism.accountant,
     }
     tags = ["synthetic", *(["differential-privacy"] if ledger.private else [])]

@@ -126,7 +126,7 @@ def private_accuracy(
 ) -> tuple[float, float]:
     """Train a linear classifier of embeddings privately; return its accuracy and its epsilon.
 
-    This is another private run on the same data: its epsilon adds to that of the synthetic texts.
+    This is another private run on the same data, so its epsilon adds to the first one.
     """
     model = _Head(train.vectors.shape[1], len(names))
     rows, tested = (

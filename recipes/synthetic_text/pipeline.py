@@ -54,7 +54,7 @@ DATASET = "dataset"  # folder below output_dir
 
 @dataclass
 class SyntheticTextArguments:
-    """What is trained on which texts, and what is generated."""
+    """Options of training, sampling, filters and evaluation."""
 
     model_name_or_path: str = field(default="", metadata={"help": "A public causal LM."})
     dataset_path: str = field(default="", metadata={"help": "Private texts: a folder or a name."})
@@ -100,6 +100,7 @@ class SyntheticTextArguments:
 def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, Any]:
     """Train, generate, filter, evaluate, write the data set, and return ``results.json``."""
     set_seed(args.seed)  # weights of an adapter, and sampling of texts; noise has no seed
+    real_texts(script, script.test_split)  # its errors come before the training
     source = Path(script.model_name_or_path)
     if script.train:
         source = Path(args.output_dir)
@@ -133,7 +134,7 @@ def spent_of(ledger: Ledger) -> dict[str, Any]:
 
 
 def codes_of(script: SyntheticTextArguments) -> dict[str, str]:
-    """Return the control code of each label: a line of its own, so that it ends with a token."""
+    """Return the control code of each label, with a newline, so that it ends where a token ends."""
     codes = script.control_codes or script.labels
     return {label: f"{code}\n" for label, code in zip(script.labels, codes, strict=True)}
 
@@ -196,7 +197,7 @@ def generate(
 ) -> list[dict[str, Any]]:
     """Return as many texts of each label, sampled from the model that is saved in ``source``.
 
-    The proportions of the labels are not those of the private texts, which no ε would cover.
+    The proportions of the private labels are not used, because no ε covers them.
     """
     tokenizer = AutoTokenizer.from_pretrained(source)
     if script.lora_rank is None:

@@ -160,7 +160,7 @@ def test_the_card_carries_the_ledger() -> None:
     assert ledger.epsilon() <= front["epsilon"] <= ledger.epsilon() + 1e-3
     assert front["delta"] == ledger.mechanism.target_delta
     assert front["unit"] == ledger.mechanism.privacy_unit
-    assert front["adjacency"] == "add or remove one"
+    assert front["adjacency"] == "add_or_remove_one"
     assert f"**ε = {front['epsilon']}**" in text
     assert "Generation and filtering are post-processing" in text
     assert "65.4% of 321 held-out real texts" in text
