@@ -1,13 +1,17 @@
-"""What every test starts from: no network, one seed, few threads."""
+"""What every test starts from: no network, no results of earlier runs, one seed, few threads."""
 
+import atexit
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start, as below of this one
+os.environ["HF_HOME"] = tempfile.mkdtemp()  # of this process and those that it starts
 
 import pytest
 import torch
@@ -17,6 +21,7 @@ MEMORY = "/dev/shm"
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 2**32:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", MEMORY)
 
+atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
@@ -55,3 +60,9 @@ def _seeded() -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    """Forgets what earlier tests measured: a test may count measurements, or break them."""
+    shutil.rmtree(Path(os.environ["HF_HOME"]) / "dp_grape_hf", ignore_errors=True)

@@ -11,6 +11,7 @@ from dp_grape_hf.projections.principal import Batches, principal_directions
 from dp_grape_hf.projections.probes import (
     LENGTHS,
     Inputs,
+    SyntheticInputs,
     natural_noise,
     on_inputs,
     reads_synthetic,
@@ -54,6 +55,7 @@ __all__ = [
     "Projector",
     "SavedProjection",
     "Side",
+    "SyntheticInputs",
     "default_targets",
     "feature_dimensions",
     "first_matches",

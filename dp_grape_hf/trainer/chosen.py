@@ -9,6 +9,7 @@ them: the trained weights of a model that began with random weights look pretrai
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -45,7 +46,8 @@ from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import evaluating
 from dp_grape_hf.mechanism import bound_of_part
-from dp_grape_hf.projections import Batches
+from dp_grape_hf.projections import Batches, Projector
+from dp_grape_hf.trainer.remembered import remembered_value
 from dp_grape_hf.trainer.run import Run, rule_settings
 
 logger = logging.getLogger(__name__)
@@ -247,9 +249,7 @@ def find_rates(
     def measured() -> Rates | None:
         try:
             with evaluating(run.model):
-                parts_ = parts or Parts(is_pretrained(run.model), [], None, None)
-                output = _output_layer(run.model, inputs)[:2] if parts_.measured else None
-                return _measured(run, plan, output, inputs, parts_)
+                return _found(run, _setting_of(run, plan, parts), inputs)
         except Exception:
             if args.chooses:
                 raise
@@ -258,47 +258,100 @@ def find_rates(
     return from_first(measured)
 
 
-def _measured(
-    run: Run,
-    plan: PrivacyPlan,
-    output: tuple[str, nn.Module] | None,
-    inputs: Batches,
-    parts: Parts,
-) -> Rates:
-    args, own, schedule = run.args, plan.mechanism, schedule_of(run.args, plan.steps)
+class _Setting(NamedTuple):
+    """All that rates depend on, besides the model, its inputs and P."""
+
+    rule: str
+    settings: dict[str, Any]  # of the rule
+    schedule: list[float]  # what the rate is multiplied by at each step
+    bands: tuple[float, ...]
+    stds: dict[str, float]  # parameter name -> of the noise in each number, before it is correlated
+    most: dict[str, float]  # parameter name -> the norm of the signal in a release at most
+    given: dict[str, float] | None  # parameter name -> rate
+    factors: dict[str, float]
+    fresh: bool
+    runs: bool  # whether the model can be run on the inputs
+    has_head: bool
+    regresses: bool
+
+
+def _setting_of(run: Run, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
+    args, own = run.args, plan.mechanism
+    parts = parts or Parts(is_pretrained(run.model), [], None, None)
     assert args.update_rule is not None
-    rule, settings = args.update_rule, rule_settings(args)
     limit = bound_of_part(own.max_grad_norm, own.clipped_apart)
     std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
-    stds = {n: std / run.gradient_factors.get(n, 1.0) for n in run.trainable}
-    walks = {s: walk_of_noise(rule, settings, s, schedule, own.bands) for s in set(stds.values())}
-    released = math.sqrt(np.square(released_noise(own.bands, plan.steps)).mean())
-    projectors = run.projectors_at(0)  # a state that is loaded later brings its own
     given = None
     if not args.chooses:
         assert args.learning_rate is not None
-        given = {n: args.learning_rate * run.rate_factors.get(n, 1.0) for n in stds}
+        given = {n: args.learning_rate * run.rate_factors.get(n, 1.0) for n in run.trainable}
+    return _Setting(
+        rule=args.update_rule,
+        settings=rule_settings(args),
+        schedule=[float(factor) for factor in schedule_of(args, plan.steps)],
+        bands=tuple(own.bands),
+        stds={n: std / run.gradient_factors.get(n, 1.0) for n in run.trainable},
+        most={n: limit / run.gradient_factors.get(n, 1.0) for n in run.trainable},
+        given=given,
+        factors=run.rate_factors,
+        fresh=not parts.pretrained,
+        runs=parts.measured,
+        has_head=parts.has_head,
+        regresses=getattr(run.per_sample.loss, "regresses", False),
+    )
+
+
+def _found(run: Run, own: _Setting, inputs: Batches) -> Rates:
+    """Returns rates that an earlier run measured, or measures them."""
+    projectors = run.projectors_at(0)  # a state that is loaded later brings its own
+    digest = hashlib.sha256()
+    for name, projector in sorted(projectors.items()):
+        digest.update(f"{name}\n{projector.side}\n{tuple(projector.matrix.shape)}\n".encode())
+        digest.update(projector.matrix.detach().cpu().contiguous().numpy().tobytes())
+    settings = own._asdict() | {"P": digest.hexdigest()}
+    found = remembered_value(
+        "learning rates",
+        settings,
+        lambda: _measured(run.model, run.trainable, projectors, inputs, own).to_dict(),
+    )
+    return Rates.from_dict(found)
+
+
+def _measured(
+    model: nn.Module,
+    trainable: Mapping[str, nn.Parameter],
+    projectors: Mapping[str, Projector],
+    inputs: Batches,
+    own: _Setting,
+) -> Rates:
+    """Measures rates. Nothing else may have a say in them than what is given here."""
+    output = _output_layer(model, inputs)[:2] if own.runs else None
+    walks = {
+        s: walk_of_noise(own.rule, own.settings, s, own.schedule, own.bands)
+        for s in set(own.stds.values())
+    }
+    released = math.sqrt(np.square(released_noise(own.bands, len(own.schedule))).mean())
     noise = {
-        n: Noise(run.trainable[n], s * released, walks[s], projectors.get(n))
-        for n, s in stds.items()
+        n: Noise(trainable[n], s * released, walks[s], projectors.get(n))
+        for n, s in own.stds.items()
     }
     about: dict[str, Any] = {
-        "most": {n: limit / run.gradient_factors.get(n, 1.0) for n in stds},
-        "push": lambda sizes: push_of_signal(rule, settings, sizes, schedule),
-        "steps": sum(schedule),
-        "fresh": not parts.pretrained,
-        "factors": run.rate_factors,
+        "most": own.most,
+        "push": lambda sizes: push_of_signal(own.rule, own.settings, sizes, own.schedule),
+        "steps": sum(own.schedule),
+        "fresh": own.fresh,
+        "factors": own.factors,
     }
     if output is None:
-        return measure_norms(run.model, noise, **about)
+        return measure_norms(model, noise, **about)
     return measure(
-        run.model,
+        model,
         output,
         list(islice(inputs(), *_READ)) or [next(iter(inputs()))],
         noise,
-        rates=given,
-        regresses=getattr(run.per_sample.loss, "regresses", False),
-        has_head=parts.has_head,
+        rates=own.given,
+        regresses=own.regresses,
+        has_head=own.has_head,
         **about,
     )
 
@@ -311,7 +364,7 @@ def table_of(rates: Rates, run: Run, plan: PrivacyPlan, parts: Parts | None) -> 
     whole = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in whole):
         notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")
-    if rates.head is not None and rates.head.output is NUMBER:
+    if rates.head is not None and rates.head.output == NUMBER:
         notes.append("Labels are numbers, and taken to be about 1 in size: scale them to that.")
     rule = run.args.update_rule or ""
     return tabulated(rates, plan.mechanism, plan.steps, rule, _schedule(run.args), notes)

@@ -72,7 +72,7 @@ from dp_grape_hf.mechanism import (
 )
 from dp_grape_hf.optimizers import require_each_once
 from dp_grape_hf.phases import Observer, progress
-from dp_grape_hf.projections import PRINCIPAL, Batches, reads_synthetic, synthetic_batches
+from dp_grape_hf.projections import PRINCIPAL, Batches, SyntheticInputs, reads_synthetic
 from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
@@ -113,6 +113,7 @@ from dp_grape_hf.trainer.data import (
 )
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
 from dp_grape_hf.trainer.own_inputs import InputsByForm, first_row, form_of
+from dp_grape_hf.trainer.remembered import remembering
 from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.saving import SavingMixin
@@ -399,8 +400,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         dataset, args = self._public_dataset, self.args
         needed = self.train_dataset is not None and (args.chooses or args.projection == PRINCIPAL)
         if dataset is None and (reads_synthetic(self.model) or not needed):
-            tokenizer = self.processing_class
-            return partial(synthetic_batches, self.model, tokenizer, args.projection_seed)
+            return SyntheticInputs(self.model, self.processing_class, args.projection_seed)
         if dataset is None:
             return self._inputs_by_form()
         dataset, collator = self._with_used_columns(dataset, "public")
@@ -442,8 +442,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self._resumed is not None:
             self.rates = self._resumed.rates
         else:
-            with self._progress("Choosing learning rates"):
-                self.rates = find_rates(run, plan, self._public_inputs(), self._parts)
+            inputs = self._public_inputs()
+            with self._progress("Choosing learning rates"), remembering(self.model, inputs):
+                self.rates = find_rates(run, plan, inputs, self._parts)
         if self.args.chooses and self.rates is not None:
             run.use_rates(self.rates.by_name)
             plan.note_choice(line_of(self.rates, run))

@@ -70,6 +70,7 @@ from dp_grape_hf.projections import (
 )
 from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
+from dp_grape_hf.trainer.remembered import remembered_matrices
 
 AtCapture = ProjectionSchedule | PrincipalProjection
 
@@ -574,9 +575,14 @@ def _principal(
     Raises:
         UnsupportedModelError: if the model cannot be run on the inputs.
     """
-    with evaluating(model), _explaining(args):
-        found = principal_directions(model, ranks, inputs, args.projection_seed)
-    matrices = {n: own.evened() if n in whole else own.directions for n, own in found.items()}
+
+    def measured() -> dict[str, Tensor]:
+        with evaluating(model), _explaining(args):
+            found = principal_directions(model, ranks, inputs, args.projection_seed)
+        return {n: own.evened() if n in whole else own.directions for n, own in found.items()}
+
+    settings = {"ranks": {**ranks}, "whole": [*whole], "seed": args.projection_seed}
+    matrices = remembered_matrices("principal directions", settings, measured)
     if group_size() > 1:
         for matrix in matrices.values():
             on_device = matrix.to(args.device)

@@ -46,7 +46,7 @@ from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.publishing import file_checks, hub, model_files
 from dp_grape_hf.publishing.model_files import is_weights
-from dp_grape_hf.trainer import collators, mixin, overlap, own_inputs
+from dp_grape_hf.trainer import collators, mixin, overlap, own_inputs, remembered
 
 
 @dataclass(frozen=True)
@@ -592,6 +592,14 @@ def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
 
 
+def _kept_whatever_it_was_measured_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(remembered, "SyntheticInputs", object)
+
+
+def _kept_of_trained_weights(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(remembered, "was_trained", lambda model: False)
+
+
 def _options_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DPGrapeArguments, "__setattr__", object.__setattr__)
 
@@ -1058,6 +1066,19 @@ SABOTEURS = (
             "test_principal_runs.py::test_p_is_the_same_bit_by_bit_whatever_the_training_data",
             "test_principal_runs.py::test_p_is_of_the_weights_before_training_and_of_synthetic_inputs",
         ),
+    ),
+    Saboteur(
+        "results are kept for later runs whatever they were measured on",
+        _kept_whatever_it_was_measured_on,
+        (
+            "test_remembered.py::test_what_was_measured_on_a_public_dataset_is_not_kept",
+            "test_remembered.py::test_what_was_measured_on_other_inputs_is_not_kept",
+        ),
+    ),
+    Saboteur(
+        "results are kept of weights that were trained",
+        _kept_of_trained_weights,
+        ("test_remembered.py::test_of_weights_that_were_trained_nothing_is_kept",),
     ),
     Saboteur(
         "verify takes all that is called optimizer for a trainer's",

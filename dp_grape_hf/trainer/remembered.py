@@ -1,0 +1,262 @@
+"""Results of the start of a run that later runs reuse: P, and learning rates.
+
+To measure them takes most of the time before the first step. Both are pure functions of the weights
+that a run begins with, of synthetic inputs and of public settings. So each result is kept in a file
+of the Hugging Face cache. The name of the file is the SHA-256 of all that the result is computed
+from:
+
+* the names, dtypes, shapes and bytes of all parameters and buffers;
+* the classes and simple attributes of all modules, and the configuration;
+* the inputs, byte by byte, and the model's outputs for two rows of them, which depend on code that
+  no configuration names;
+* the settings: seed, ranks, trained parameters, noise, optimizer, schedule and so on;
+* the source code of this package, the versions of torch and transformers, and the device.
+
+Guarantee:
+    No training example has a say in a file. Results are kept only inside of ``remembering``, only
+    if the inputs are a ``SyntheticInputs``, and only before this process has trained the weights.
+    The weights that a run begins with count as public, as everywhere in this package.
+
+    Someone who writes other files into the folder can make a run learn less. Its epsilon holds all
+    the same: it holds for any public P, and learning rates scale what is private already. Noise
+    multipliers are not kept, because a wrong one would break epsilon.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch as safetensors
+import torch
+import transformers
+from huggingface_hub import constants
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dp_grape_hf.gradients import evaluating, rows_of
+from dp_grape_hf.ledger import was_trained
+from dp_grape_hf.projections import Batches, SyntheticInputs, on_inputs
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_MOST_BYTES, _MOST_FILES = 2**30, 100
+"""Bounds of the folder. The files that were used longest ago are removed first."""
+_ABANDONED = 3600.0  # seconds after which a half-written file is that of a process that was killed
+
+_Fingerprint = Callable[[], str | None]
+_fingerprint: ContextVar[_Fingerprint | None] = ContextVar("fingerprint", default=None)
+
+
+@contextmanager
+def remembering(model: nn.Module, inputs: Batches) -> Iterator[None]:
+    """Lets the functions below use and keep results inside, if the inputs are synthetic.
+
+    Args:
+        model: nothing inside may change it for good.
+        inputs: what results inside are measured on.
+    """
+
+    @cache  # inside, the weights stay, or are put back
+    def found() -> str | None:
+        if not isinstance(inputs, SyntheticInputs) or was_trained(model):
+            return None
+        try:
+            return _fingerprint_of(model, inputs)
+        except Exception as error:  # of any model's code
+            logger.info("Results are neither looked up nor kept: %r", error)
+            return None
+
+    token = _fingerprint.set(found)
+    try:
+        yield
+    finally:
+        _fingerprint.reset(token)
+
+
+def remembered_matrices(
+    what: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Returns what ``make`` returns, or what it returned in an earlier run.
+
+    Args:
+        what: the name of the result.
+        settings: all that the result depends on, besides model and inputs, as JSON can hold it.
+        make: returns tensors by name; names may share a tensor.
+    """
+
+    def pack(found: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        own = {id(tensor): f"{number}" for number, tensor in enumerate(found.values())}
+        keys = {name: own[id(tensor)] for name, tensor in found.items()}
+        return keys, {keys[name]: tensor for name, tensor in found.items()}
+
+    def unpack(keys: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: tensors[key] for name, key in keys.items()}
+
+    return _remembered(what, settings, make, pack, unpack)
+
+
+def remembered_value(what: str, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns what ``make`` returns, which JSON can hold, or what it returned in an earlier run.
+
+    The arguments are those of ``remembered_matrices``.
+    """
+    return _remembered(what, settings, make, lambda found: (found, {}), lambda value, _: value)
+
+
+def _remembered(
+    what: str,
+    settings: Mapping[str, Any],
+    make: Callable[[], T],
+    pack: Callable[[T], tuple[Any, dict[str, Tensor]]],
+    unpack: Callable[[Any, dict[str, Tensor]], T],
+) -> T:
+    fingerprint = _fingerprint.get()
+    model_and_inputs = None if fingerprint is None else fingerprint()
+    if model_and_inputs is None:
+        return make()
+    facts = json.dumps([what, settings, model_and_inputs, *_surroundings()], sort_keys=True)
+    path = _folder() / f"{hashlib.sha256(facts.encode()).hexdigest()}.safetensors"
+    try:
+        found = unpack(*_read(path))
+        logger.info("The %s are those that an earlier run measured (%s).", what, path)
+        return found
+    except FileNotFoundError:
+        pass
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.info("%s cannot be read (%r), and is written anew.", path, error)
+    made = make()
+    try:
+        _write(path, *pack(made))
+        _keep_small(path.parent)
+    except OSError as error:
+        logger.info("The %s are not kept for later runs: %r.", what, error)
+    return made
+
+
+# ---- What a result depends on ----
+
+
+def _fingerprint_of(model: Any, inputs: SyntheticInputs) -> str | None:
+    """Returns a digest of a model and of its inputs; None if not all of its weights are here."""
+    digest = hashlib.sha256()
+
+    def add(name: str, tensor: Tensor) -> None:
+        own = tensor.detach().cpu().contiguous()
+        digest.update(f"{name}\n{own.dtype}\n{tuple(own.shape)}\n".encode())
+        digest.update(own.reshape(-1).view(torch.uint8).numpy().data)
+
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
+        if not plain or tensor.is_meta or tensor.is_quantized:
+            return None  # sharded over processes, packed, or without numbers
+        add(name, tensor)
+    for name, module in model.named_modules():
+        digest.update(f"{name}\n{_in_words(module)}\n".encode())
+    digest.update(f"{getattr(model, 'config', None)}".encode())
+    batches = list(inputs())
+    for batch in batches:
+        for name, value in batch.items():
+            add(name, value)
+    with torch.no_grad(), evaluating(model):
+        outputs = tree_leaves(on_inputs(model, rows_of(batches[0], slice(2))))
+    for number, value in enumerate(outputs):
+        if isinstance(value, Tensor):
+            add(f"{number}", value)
+    return digest.hexdigest()
+
+
+def _in_words(module: nn.Module) -> str:
+    """Returns the class of a module, and its attributes that are a number or a text."""
+    simple = int | float | str | torch.dtype | None
+    own = {n: v for n, v in vars(module).items() if isinstance(v, simple) and n != "training"}
+    return f"{type(module).__module__}.{type(module).__qualname__} {sorted(own.items())}"
+
+
+@cache
+def _surroundings() -> tuple[str, ...]:
+    """Returns what results depend on that is the same for all runs of a process."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).parent.parent  # of the package
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return digest.hexdigest(), torch.__version__, transformers.__version__, device
+
+
+# ---- Files ----
+
+
+def _folder() -> Path:
+    return Path(constants.HF_HOME) / "dp_grape_hf"
+
+
+def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Returns a value and tensors from a file.
+
+    Raises:
+        ValueError: The content of the file is not what was written.
+    """
+    with safe_open(path, framework="pt") as file:
+        text = (file.metadata() or {})["value"]
+        digest = (file.metadata() or {})["digest"]
+        tensors = {key: file.get_tensor(key) for key in file.keys()}
+    if digest != _digest(text, tensors):
+        raise ValueError("its digest is another one")
+    with suppress(OSError):
+        os.utime(path)
+    return json.loads(text), tensors
+
+
+def _write(path: Path, value: Any, tensors: dict[str, Tensor]) -> None:
+    """Writes a file, whole or not at all."""
+    text = json.dumps(value)
+    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+    content = safetensors.save(tensors, {"value": text, "digest": _digest(text, tensors)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256(text.encode())
+    for key, tensor in sorted(tensors.items()):
+        digest.update(f"{key}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _keep_small(folder: Path) -> None:
+    """Removes the files that were used longest ago, until the rest is within the bounds."""
+    kept, size = 0, 0
+    files = []
+    for path in folder.iterdir():
+        with suppress(FileNotFoundError):  # another process removes files, too
+            files.append((path.stat().st_mtime, path.stat().st_size, path))
+    for used, own, path in sorted(files, reverse=True):
+        if path.suffix == ".part":
+            if used > time.time() - _ABANDONED:
+                continue
+        elif kept < _MOST_FILES and size + own <= _MOST_BYTES:
+            kept, size = kept + 1, size + own
+            continue
+        path.unlink(missing_ok=True)

@@ -1,0 +1,318 @@
+"""Results that later runs reuse: of what a file is a function, and what never gets into one."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from torch import Tensor, nn
+
+from dp_grape_hf.ledger import remember
+from dp_grape_hf.projections import SyntheticInputs
+from dp_grape_hf.trainer import chosen, remembered, run
+from dp_grape_hf.trainer.remembered import (
+    remembered_matrices,
+    remembered_value,
+    remembering,
+)
+from tests.support.choosing import model_of, trainer_of
+from tests.support.ledgers import ledger_of
+
+Changed = Callable[[Any, dict[str, Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns the folder of this test's files."""
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "dp_grape_hf"
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Returns the list of what is measured from now on."""
+    calls: list[str] = []
+
+    def counted(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, count)
+
+    counted(run, "principal_directions")
+    counted(chosen, "measure")
+    return calls
+
+
+BOTH = ["principal_directions", "measure"]
+
+
+def begun(folder: Path, model: Any = None, **changes: Any) -> Any:
+    """Returns a trainer whose run has begun."""
+    trainer = trainer_of(folder, model or model_of("pretrained"), **changes)
+    trainer.start()
+    return trainer
+
+
+def files(folder: Path) -> set[Path]:
+    return {*folder.iterdir()} if folder.exists() else set()
+
+
+def matrices(trainer: Any) -> dict[str, Tensor]:
+    return {name: p.matrix for name, p in trainer.private_run.projectors_at(0).items()}
+
+
+def test_the_second_run_measures_nothing_and_has_the_same_p_and_rates(
+    tmp_path: Path, folder: Path, measured: list[str]
+) -> None:
+    one = begun(tmp_path / "one")
+    assert measured == BOTH
+    assert len(files(folder)) == 2
+    other = begun(tmp_path / "other")
+    assert measured == BOTH
+    assert one.rates == other.rates
+    assert all(torch.equal(p, matrices(other)[name]) for name, p in matrices(one).items())
+    shared = [len({id(p) for p in matrices(trainer).values()}) for trainer in (one, other)]
+    assert shared[0] == shared[1] < len(matrices(one))
+
+
+# ---- Another run ----
+
+
+def _other_weight(model: Any, changes: dict[str, Any]) -> None:
+    with torch.no_grad():
+        model.bert.embeddings.word_embeddings.weight[7, 0] += 1e-3
+
+
+def _other_buffer(model: Any, changes: dict[str, Any]) -> None:
+    model.register_buffer("more", torch.zeros(1))
+
+
+def _other_attribute(model: Any, changes: dict[str, Any]) -> None:
+    model.bert.encoder.layer[0].attention.self.scaling *= 2
+
+
+def _other_code(model: Any, changes: dict[str, Any]) -> None:
+    """A hook is no part of a configuration."""
+    model.bert.encoder.layer[0].output.register_forward_hook(lambda module, given, out: out * 1.5)
+
+
+def _other_precision(model: Any, changes: dict[str, Any]) -> None:
+    model.bfloat16()
+
+
+def _trains_less(model: Any, changes: dict[str, Any]) -> None:
+    model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
+
+
+def _option(**more: Any) -> Changed:
+    return lambda model, changes: changes.update(more)
+
+
+@pytest.mark.parametrize(
+    ("change", "anew"),
+    [
+        pytest.param(_other_weight, BOTH, id="weight"),
+        pytest.param(_other_buffer, BOTH, id="buffer"),
+        pytest.param(_other_attribute, BOTH, id="attribute"),
+        pytest.param(_other_code, BOTH, id="code"),
+        pytest.param(_other_precision, BOTH, id="precision"),
+        pytest.param(_trains_less, BOTH, id="trained"),
+        pytest.param(_option(projection_seed=1), BOTH, id="seed"),
+        pytest.param(_option(projection_rank=2), BOTH, id="rank"),
+        pytest.param(_option(eps=4.0), BOTH[1:], id="epsilon"),
+        pytest.param(_option(num_train_epochs=3), BOTH[1:], id="steps"),
+        pytest.param(_option(num_samples=70), BOTH[1:], id="N"),
+        pytest.param(_option(warmup_steps=2), BOTH[1:], id="schedule"),
+        pytest.param(_option(learning_rate_factors={"classifier": 2.0}), BOTH[1:], id="factors"),
+        pytest.param(_option(), [], id="nothing"),
+    ],
+)
+def test_a_run_that_differs_measures_what_depends_on_it(
+    change: Changed, anew: list[str], tmp_path: Path, measured: list[str]
+) -> None:
+    begun(tmp_path / "one")
+    del measured[:]
+    model, changes = model_of("pretrained"), {}
+    change(model, changes)
+    begun(tmp_path / "other", model, **changes)
+    assert measured == anew
+
+
+def test_another_version_of_the_package_measures_anew(
+    tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun(tmp_path / "one")
+    monkeypatch.setattr(remembered, "_surroundings", lambda: ("other code",))
+    begun(tmp_path / "other")
+    assert measured == 2 * BOTH
+
+
+# ---- What is never kept ----
+
+
+def test_what_was_measured_on_a_public_dataset_is_not_kept(
+    tmp_path: Path, folder: Path, measured: list[str]
+) -> None:
+    public = [
+        {"attention_mask": torch.ones(8), "input_ids": torch.arange(n, n + 8)} for n in (5, 9)
+    ]
+    for name in ("one", "other"):
+        trainer = trainer_of(tmp_path / name, model_of("pretrained"))
+        trainer._public_dataset = public
+        trainer._make_ready()
+    assert measured == 2 * BOTH
+    assert not files(folder)
+
+
+def test_what_was_measured_on_other_inputs_is_not_kept(folder: Path) -> None:
+    model = model_of("pretrained")
+    with remembering(model, lambda: iter(SyntheticInputs(model)())):
+        assert remembered_value("number", {}, lambda: 1) == 1
+    assert not files(folder)
+
+
+def test_of_weights_that_were_trained_nothing_is_kept(folder: Path) -> None:
+    model = model_of("pretrained")
+    ledger = ledger_of(1)
+    for trained, kept in ((False, 1), (True, 1)):
+        if trained:
+            remember(model, ledger)
+            with torch.no_grad():
+                model.classifier.weight += 1
+        with remembering(model, SyntheticInputs(model)):
+            remembered_value("number", {}, lambda: 1)
+        assert len(files(folder)) == kept
+
+
+def test_outside_of_the_start_of_a_run_nothing_is_kept(folder: Path) -> None:
+    assert remembered_value("number", {}, lambda: 1) == 1
+    assert not files(folder)
+
+
+def test_a_resumed_run_neither_measures_nor_looks_up(
+    tmp_path: Path, folder: Path, measured: list[str]
+) -> None:
+    trainer_of(tmp_path, model_of("pretrained"), stop_at=3).train()
+    assert measured == BOTH
+    for path in files(folder):
+        path.unlink()
+    trainer_of(tmp_path, model_of("pretrained"), stop_at=4).train(resume_from_checkpoint=True)
+    assert measured == BOTH
+    assert not files(folder)
+
+
+# ---- Files ----
+
+
+@pytest.fixture
+def start() -> Iterator[nn.Module]:
+    """Begins a run of which results are kept."""
+    model = model_of("pretrained")
+    with remembering(model, SyntheticInputs(model)):
+        yield model
+
+
+def _never() -> Any:
+    raise AssertionError("it is kept, and was computed again")
+
+
+def _torn(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def _flipped(content: bytes) -> bytes:
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
+@pytest.mark.parametrize("damage", [_torn, _flipped, lambda _: b"", lambda _: b"\x80\x05 junk"])
+@pytest.mark.usefixtures("start")
+def test_a_damaged_file_is_ignored_and_written_anew(
+    damage: Callable[[bytes], bytes], folder: Path
+) -> None:
+    numbers = {"a": torch.arange(6.0).reshape(2, 3)}
+    remembered_matrices("numbers", {}, lambda: numbers)
+    (path,) = files(folder)
+    path.write_bytes(damage(path.read_bytes()))
+    assert torch.equal(remembered_matrices("numbers", {}, lambda: numbers)["a"], numbers["a"])
+    assert torch.equal(remembered_matrices("numbers", {}, _never)["a"], numbers["a"])
+
+
+@pytest.mark.usefixtures("start")
+def test_a_file_holds_values_exactly(folder: Path) -> None:
+    value = {"a": [0.1, float("inf"), None], "b": 1e-300}
+    assert remembered_value("value", {}, lambda: value) == value
+    assert remembered_value("value", {}, _never) == value
+    content = next(iter(files(folder))).read_bytes()
+    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
+    assert json.loads(header)["__metadata__"]["value"] == json.dumps(value)
+
+
+@pytest.mark.usefixtures("start")
+def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
+    folder.parent.mkdir()
+    folder.write_text("a file in its place")
+    assert [remembered_value("number", {}, lambda n=n: n) for n in (1, 2)] == [1, 2]
+
+
+@pytest.mark.usefixtures("start")
+def test_a_write_that_fails_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, target: Path) -> None:
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", full)
+        assert remembered_value("number", {}, lambda: 1) == 1
+    assert not files(folder)
+
+
+def test_processes_that_write_the_same_file_do_not_meet(folder: Path) -> None:
+    """Here they are threads, which share the folder just as well."""
+    together, found = threading.Barrier(4), []
+    expected = torch.randn(64, 64)
+
+    def make() -> dict[str, Tensor]:
+        together.wait(30)
+        return {"a": expected.clone()}
+
+    def begin(model: nn.Module) -> None:
+        with remembering(model, SyntheticInputs(model)):
+            found.append(remembered_matrices("numbers", {}, make)["a"])
+            found.append(remembered_matrices("numbers", {}, _never)["a"])
+
+    models = [model_of("pretrained") for _ in range(4)]
+    threads = [threading.Thread(target=begin, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(own, expected) for own in found)
+    assert len(files(folder)) == 1
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize("bound", ["_MOST_FILES", "_MOST_BYTES"])
+def test_what_was_used_longest_ago_goes_first(
+    bound: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def numbers(n: int) -> dict[str, Tensor]:
+        return {"a": torch.full((1000,), float(n))}
+
+    monkeypatch.setattr(remembered, bound, {"_MOST_FILES": 2, "_MOST_BYTES": 9000}[bound])
+    for n in (1, 2, 1, 3):  # 1 is used again
+        remembered_matrices("numbers", {"n": n}, lambda n=n: numbers(n))
+        time.sleep(0.02)  # file systems tell times apart that lie further apart than some ms
+    assert len(files(folder)) == 2
+    for n in (1, 3):
+        remembered_matrices("numbers", {"n": n}, _never)
+    with pytest.raises(AssertionError, match="computed again"):
+        remembered_matrices("numbers", {"n": 2}, _never)
