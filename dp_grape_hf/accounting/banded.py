@@ -172,7 +172,7 @@ def find_bands(
         PrivacyError: as ``find_noise_multiplier``.
     """
 
-    def sigma(bands: int, by: str) -> float:
+    def sigma(bands: int, by: str, guess: float = 1.0) -> float:
         return find_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -181,6 +181,7 @@ def find_bands(
             accountant=by,
             earlier=earlier,
             bands=bands,
+            guess=guess,
             **variant,
         )
 
@@ -193,10 +194,12 @@ def find_bands(
     )
     try:
         tried: dict[int, tuple[float, tuple[float, ...]]] = {}
-        tried[1] = (sigma(1, ROUGH) * noise_left((1.0,), held), (1.0,))
+        last = sigma(1, ROUGH, alone)
+        tried[1] = (last * noise_left((1.0,), held), (1.0,))
         for bands in _numbers_of_bands(steps, sample_rate, most or _MOST):
             own = best_coefficients(bands, held)
-            tried[bands] = sigma(bands, ROUGH) * noise_left(own, held), own
+            last = sigma(bands, ROUGH, last)
+            tried[bands] = last * noise_left(own, held), own
             least = min(tried, key=lambda b: tried[b][0])
             if list(tried).index(least) < len(tried) - _PATIENCE:
                 break
@@ -207,7 +210,7 @@ def find_bands(
     if bands == 1:
         return independent
     own = tried[bands][1]
-    noise_multiplier = sigma(bands, accountant)
+    noise_multiplier = sigma(bands, accountant, last)
     gains = noise_multiplier * noise_left(own, held) < alone * noise_left((1.0,), held)
     ratio = noise_multiplier * noise_left(own, end) / (alone * noise_left((1.0,), end))
     return Bands(own, noise_multiplier, ratio) if gains else independent

@@ -105,6 +105,7 @@ def find_noise_multiplier(
     steps: int,
     accountant: str = DEFAULT,
     earlier: Sequence[Releases] = (),
+    guess: float = 1.0,
     **variant: Any,
 ) -> float:
     """Returns the smallest noise multiplier whose ε is at most ``target_epsilon``.
@@ -113,7 +114,7 @@ def find_noise_multiplier(
     result within 0.05 % of the smallest). ``steps`` must be positive: a run that releases nothing
     meets every target, and answering 0 would let a run that does take steps start without noise.
     ``variant`` is as in `compute_epsilon`. ``earlier`` releases, of runs on the same data, are
-    within the target as well.
+    within the target as well. The search begins at ``guess``.
     """
     if not 0 < target_epsilon < math.inf:
         raise PrivacyError(
@@ -138,8 +139,14 @@ def find_noise_multiplier(
         releases = replace(asked, noise_multiplier=noise_multiplier)
         return EpsilonCurve(releases, target_delta, name, earlier)
 
+    def rough(sigma: float) -> float:
+        return curve(sigma, ROUGH).epsilon(steps)
+
     # RDP answers in milliseconds with a few percent too much: the search begins there, from above.
-    guess = _smallest(lambda sigma: curve(sigma, ROUGH).epsilon(steps), target_epsilon, 1.0) or 1.0
+    guess = _smallest(rough, target_epsilon, guess) or 1.0
+    ends = rough(guess), rough(guess * _NEARBY)
+    straight = 0 < min(ends) and max(ends) < math.inf
+    slope = math.log(ends[1] / ends[0]) / math.log(_NEARBY) if straight else -1.0
     start = curve(guess, accountant)
     known = {guess: start.epsilon(steps)}  # only then it is known which accountant answers
 
@@ -147,7 +154,7 @@ def find_noise_multiplier(
         found = known.get(sigma)
         return curve(sigma, start.accountant).epsilon(steps) if found is None else found
 
-    sigma = _smallest(epsilon, target_epsilon, guess)
+    sigma = _smallest(epsilon, target_epsilon, guess, slope)
     if sigma is None:
         raise PrivacyError(
             f"{target_epsilon=} is below what accountant={accountant!r} can certify at "
@@ -238,12 +245,20 @@ def expected_steps_per_epoch(sample_rate: float) -> int:
 # ---- Calibration ----
 
 
-def _smallest(epsilon: Callable[[float], float], target: float, guess: float) -> float | None:
-    """Returns sigma with ``epsilon(sigma)`` just below ``target``; None if no noise suffices."""
+_NEARBY = 1.1  # times a noise multiplier: where the slope of ε is taken
+
+
+def _smallest(
+    epsilon: Callable[[float], float], target: float, guess: float, slope: float = -1.0
+) -> float | None:
+    """Returns sigma with ``epsilon(sigma)`` just below ``target``; None if no noise suffices.
+
+    ``slope`` is about that of log ε over log sigma at ``guess``.
+    """
     tolerance = 5e-4
     aim = target * (1 - tolerance / 2)
     low, high = 0.0, math.inf  # epsilon(low) > target >= epsilon(high)
-    sigma, slope = guess, -1.0
+    sigma, slope = guess, min(slope, -0.3)
     last: tuple[float, float] | None = None
     for attempt in range(100):
         value = epsilon(sigma)
