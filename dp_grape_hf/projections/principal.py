@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.phases import advance, progress
-from dp_grape_hf.projections.probes import chooses, on_inputs
+from dp_grape_hf.projections.probes import TOKENS, chooses, first_texts, on_inputs
 from dp_grape_hf.projections.seeds import projection_generator
 from dp_grape_hf.projections.targets import MATRIX_LAYERS
 from dp_grape_hf.sharding import is_sharded
@@ -79,7 +79,8 @@ def principal_directions(
         ranks: weight name -> r, at most n.
         batches: makes the inputs; their tensors are moved to the device of the weights, and those
             that the model has no name for are left out. Positions that an ``attention_mask`` of the
-            same shape leaves out do not count.
+            same shape leaves out do not count. For layers that read tokens, the first 256 tokens of
+            each batch count, in whole texts; a head that reads one vector of a text has all texts.
         seed: of the first block; with enough passes, nothing depends on it.
 
     Guarantee:
@@ -115,6 +116,8 @@ def principal_directions(
                     for block in {sharing.leader(block) for block in blocks.values()}:
                         block.turn()
                 for batch in some:
+                    if not any(block.whole for block in blocks.values()):
+                        batch = first_texts(batch, TOKENS)
                     mask[0] = batch.get("attention_mask")
                     on_inputs(body, batch)
                     advance(of=sum(map(len, passes)))
@@ -184,6 +187,8 @@ def _reader(
         features: Tensor = output if embeds else given
         counted = mask[0]
         if counted is not None and counted.shape == features.shape[:-1]:
+            texts = max(1, TOKENS // counted.shape[-1])  # the other ones are for heads
+            features, counted = features[:texts], counted[:texts]
             features = features[counted.bool()] if not counted.all() else features
         block.add(features.reshape(-1, features.shape[-1]).float())
 
@@ -196,8 +201,8 @@ class _Block:
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
         self.rank, self._device = rank, device
         self.untouched = True  # by any input
-        self._whole = rank == width  # the block is the whole space, and M is formed
-        if self._whole:
+        self.whole = rank == width  # the block is the whole space, and M is formed
+        if self.whole:
             self._begin(torch.eye(width, dtype=torch.float64))
             return
         size = min(width, 2 * rank + 16)
@@ -206,14 +211,14 @@ class _Block:
 
     def _begin(self, basis: Tensor) -> None:
         self._basis = basis
-        exact = torch.float64 if self._whole else torch.float32  # no turn will sort out small ones
+        exact = torch.float64 if self.whole else torch.float32  # no turn will sort out small ones
         self._used = self._basis.to(self._device, exact)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
     def turn(self) -> None:
         """Begins another pass, with the directions that the last one turned the block to."""
-        self._begin(self._basis if self._whole else torch.linalg.qr(self._shifted()[0])[0])
+        self._begin(self._basis if self.whole else torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
         """Takes features, (T, n), into account."""
@@ -235,7 +240,7 @@ class _Block:
         """
         image, shift = self._shifted()
         inner = self._basis.T @ image
-        if self._whole:
+        if self.whole:
             sums, vectors = torch.linalg.eigh((inner + inner.T) / 2)
             return vectors.flip(1), sums.flip(0) - shift
         factor = torch.linalg.cholesky((inner + inner.T) / 2)

@@ -19,7 +19,11 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # tokens of a sequence
-_TOKENS = 1024  # of a batch, about
+TOKENS = 256  # of a batch of texts, about
+_SHORT, _TOKENS_OF_SHORT = 16, 1024
+"""Batches of texts of up to 16 tokens have more: a head reads one vector of each text, and its P is
+measured in all directions of these vectors."""
+_PATCHES = 1024  # of a batch of images, about
 _BATCHES = 8
 _SECONDS_OF_SOUND = 16_000  # samples
 
@@ -74,6 +78,18 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
             ids = words.draw(size, words.length(number), generator)
             inputs["decoder_input_ids"] = ids
         yield inputs
+
+
+def first_texts(batch: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
+    """Returns the first texts of a batch, of about so many tokens; any other batch as it is."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return batch
+    size, most = len(ids), max(1, tokens // ids.shape[1])
+    return {
+        name: value[:most] if isinstance(value, Tensor) and value.shape[:1] == (size,) else value
+        for name, value in batch.items()
+    }
 
 
 def reads_synthetic(model: Any) -> bool:
@@ -152,7 +168,8 @@ _SPECIAL = ("pad", "bos", "eos", "cls", "sep", "mask", "unk", "decoder_start")
 
 def _text(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
     length = words.length(number)
-    ids = words.draw(max(1, _TOKENS // length), length, generator)
+    tokens = _TOKENS_OF_SHORT if length <= _SHORT else TOKENS
+    ids = words.draw(max(1, tokens // length), length, generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -161,8 +178,8 @@ def _image(config: Any, words: _Words, number: int, generator: torch.Generator) 
     size, patch = own.image_size, getattr(own, "patch_size", None) or 16
     sides = (size, size) if isinstance(size, int) else (size[0], size[1])
     patch = patch if isinstance(patch, int) else patch[0]
-    count = max(1, _TOKENS * patch**2 // (sides[0] * sides[1]))
-    shape = (min(count, _TOKENS // 8), getattr(own, "num_channels", 3), *sides)
+    count = max(1, _PATCHES * patch**2 // (sides[0] * sides[1]))
+    shape = (min(count, _PATCHES // 8), getattr(own, "num_channels", 3), *sides)
     return {"pixel_values": natural_noise(shape, 2, generator)}
 
 

@@ -17,7 +17,7 @@ from dp_grape_hf.projections import (
     principal_directions,
     synthetic_batches,
 )
-from dp_grape_hf.projections.probes import LENGTHS, natural_noise
+from dp_grape_hf.projections.probes import LENGTHS, TOKENS, first_texts, natural_noise
 from tests.models.zoo import WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, row
@@ -49,7 +49,7 @@ def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     ]
     with torch.no_grad():
         for batch in synthetic_batches(model):
-            model(**batch)
+            model(**first_texts(batch, TOKENS))
     for hook in hooks:
         hook.remove()
     rows = {name: torch.cat(seen) for name, seen in given.items()}
@@ -140,7 +140,7 @@ def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
     model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
         for batch in synthetic_batches(model):
-            model(**batch)
+            model(**first_texts(batch, TOKENS))
     x = torch.cat([s.detach().double().flatten(0, -2) for s in seen])
     best = torch.linalg.eigvalsh(x.T @ x / len(x)).flip(0)[:RANK]
     assert torch.allclose(measured(model, [name])[name].energies.double(), best, rtol=1e-3)
