@@ -1,9 +1,9 @@
-"""What a run released, written down before it is made.
+"""The privacy ledger: a record of each private update, written before the update is made.
 
-``record`` holds the public parameters of a mechanism, ``entries`` the kinds of entries and the
-chain of their digests, ``storage`` the file, and ``Ledger`` appends to it and answers what was
-spent. ``earlier`` finds the runs that a model comes from, also by the ``provenance`` that is noted
-in a model's configuration.
+``record`` defines the public parameters of a mechanism, ``entries`` the kinds of entries and the
+chain of their digests, and ``storage`` the file. ``Ledger`` appends entries and computes epsilon.
+``earlier`` finds the earlier runs of a model, by its ledger or by the note that ``provenance``
+stores in the model's config.
 """
 
 from dp_grape_hf.ledger.earlier import (

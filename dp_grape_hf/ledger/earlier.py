@@ -1,4 +1,4 @@
-"""The earlier runs that a model comes from: finding their ledger, and asking what of it adds up."""
+"""Find the ledger of a model's earlier private runs, and decide which of their costs add up."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class EarlierData(Choice):
-    """What a run's data may have in common with that of earlier ones: some examples, or none."""
+    """Whether a run may share training examples with earlier runs of the model."""
 
     SAME = "same"
     OTHER = "other"
 
 
-# What was trained in this process need not have been saved since.
+# The ledgers of models that this process trained. Their files may not have been saved yet.
 _TRAINED: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
 
 
@@ -43,10 +43,10 @@ class Earlier:
     """The runs that a model comes from.
 
     Attributes:
-        ledger: of the last of them, with those before it.
-        where: what errors call it.
-        same_data: whether this run may use examples that any of them used.
-        resumed: whether the last of them is this very run, which is to go on.
+        ledger: the ledger of the last run, which also contains the runs before it.
+        where: the name of this ledger in error messages.
+        same_data: whether this run may use examples that an earlier run used.
+        resumed: whether the last run is this run, which resumes.
     """
 
     ledger: Ledger
@@ -56,54 +56,54 @@ class Earlier:
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Those whose releases add up with the ones of this run."""
+        """The earlier runs whose releases add up with the releases of this run."""
         if self.resumed:
             return self.ledger.composed_runs[:-1]
         return self.ledger.runs if self.same_data else ()
 
     @property
     def releases(self) -> list[accounting.Releases]:
-        """What they released, as `accounting` wants it."""
+        """The releases of these runs, as input for `accounting`."""
         return released(self.runs)
 
     @property
     def not_private_reasons(self) -> list[str]:
-        """Why no finite epsilon holds for them, if so."""
+        """The reasons why these runs have no finite epsilon; empty if they have one."""
         return list(dict.fromkeys(reason for run in self.runs for reason in run.reasons))
 
 
 def remember(model: nn.Module, ledger: Ledger) -> Ledger:
-    """Notes that a run trains this model, for later trainers of it in the same process."""
+    """Store the ledger of a model, for later trainers of the model in this process."""
     _TRAINED[model] = ledger
     return ledger
 
 
 def was_trained(model: nn.Module) -> bool:
-    """Whether a run of this process has released anything for this very model."""
+    """Return whether this process has made a private update of this model object."""
     ledger = _TRAINED.get(model)
     return ledger is not None and ledger.steps > 0
 
 
 def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
-    """Finds the ledger of the run that a model comes from; a collective call.
+    """Find the ledger of the run that a model comes from. All processes must call this together.
 
-    The ledger is expected next to the weights, in the folder or the repository on the Hub that the
-    model says it was loaded from, or where ``args.earlier_ledger`` says. A model that was saved
-    without its ledger has a note in its configuration (``provenance``). An adapter of PEFT does not
-    know its folder: there only the base model's is found.
+    The ledger is expected next to the weights, in the folder or the repository on the Hub from
+    which the model was loaded, or at the path ``args.earlier_ledger``. A model that was saved
+    without its ledger has a note in its config (``provenance``). A PEFT adapter does not store the
+    folder that it was loaded from, so only the ledger of its base model is found.
 
     Args:
-        model: as it is before training.
+        model: the model before training.
         args: a ``DPGrapeArguments``.
 
     Returns:
-        What was found, or ``None`` if the model comes from no recorded run, or if the place that it
-        was loaded from cannot be looked into and ``args.earlier_data`` is "other".
+        The earlier runs. ``None`` if the model comes from no recorded run, or if the place that it
+        was loaded from cannot be read and ``args.earlier_data`` is "other".
 
     Raises:
-        PrivacyError: there is one, and ``args.earlier_data`` does not say whether it used the same
-            data; or there is none, and it does; or whether there is one is not known, and it does
-            not say that it would not matter; or the ledger cannot be read.
+        PrivacyError: in one of four cases. There is an earlier run, and ``args.earlier_data`` is
+            not set. There is none, and ``args.earlier_data`` is set. The place cannot be read, and
+            ``args.earlier_data`` is not "other". Or the ledger cannot be read.
     """
     return from_first(lambda: _find(model, args))
 
@@ -115,9 +115,9 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
     except _NotKnown as unknown:
         if args.private and args.earlier_data != EarlierData.OTHER:
             raise PrivacyError(
-                f"{unknown}, and earlier_data={args.earlier_data!r}. If there was no such run, or "
-                "none that used an example of this run's data, say earlier_data='other'. If one "
-                "did, say earlier_data='same', and where its ledger is by earlier_ledger."
+                f"{unknown}, and earlier_data={args.earlier_data!r}. If no earlier run used an "
+                "example of this run's data, set earlier_data='other'. If one did, set "
+                "earlier_data='same', and set earlier_ledger to the path of its ledger."
             ) from unknown
         logger.info("%s. No earlier run is counted.", unknown)
         return None
@@ -135,25 +135,26 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
     if args.earlier_data is None and args.private:
         raise PrivacyError(
             f"This model comes from an earlier run, which {where} records: {_spent(ledger)}. "
-            "earlier_data=None: say whether the training data of this run has examples that were "
-            "trained on there. earlier_data='same': it has, and what both runs spend adds up. "
-            "earlier_data='other': it has none, so nothing adds up, and the ledger says so."
+            "earlier_data=None does not say whether both runs train on some of the same examples. "
+            "Set earlier_data='same' if they do: the costs of both runs then add up. Set "
+            "earlier_data='other' if they share no example: the costs do not add up, and the "
+            "ledger says so."
         )
     return Earlier(ledger, where, same_data=args.earlier_data != EarlierData.OTHER)
 
 
 def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
-    """Refuses a new run in the folder of another, whose budget would be forgotten.
+    """Refuse to start a new run in the folder of another run, whose spent budget would be lost.
 
-    That the folder holds a run is no reason yet to refuse a trainer: it may resume that run.
+    Call this when training starts, not when a trainer is made: the trainer may resume that run.
 
     Args:
         args: a ``DPGrapeArguments``.
         earlier: the runs that the model comes from.
 
     Raises:
-        PrivacyError: the folder's ledger has releases of a private run, and this one, which may
-            be without privacy, does not go on with it; or that ledger cannot be read.
+        PrivacyError: the folder's ledger has releases of another private run, even if the new run
+            is not private. Or that ledger cannot be read.
     """
     live = Path(str(args.output_dir)) / LEDGER_NAME
     if earlier is not None and earlier.resumed:
@@ -165,16 +166,16 @@ def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
     else:
         return
     raise PrivacyError(
-        f"output_dir={args.output_dir!r} is that of another run, which {where} records: "
-        f"{_spent(ledger)}. Go on with it by train(resume_from_checkpoint=...), or give this run "
-        "an output_dir of its own. If both use some of the same examples, say so by "
-        f"earlier_ledger={where!r} and earlier_data='same': what they spend then adds up. Delete "
-        "the folder instead only if nothing that came of that run was shown or used."
+        f"output_dir={args.output_dir!r} belongs to another run, which {where} records: "
+        f"{_spent(ledger)}. Resume that run by train(resume_from_checkpoint=...), or give this run "
+        "a separate output_dir. If both use some of the same examples, also set "
+        f"earlier_ledger={where!r} and earlier_data='same': their costs then add up. Delete the "
+        "folder only if no result of that run was shown or used."
     )
 
 
 class _NotKnown(Exception):
-    """Whether a model comes from an earlier run could not be looked up, and why."""
+    """The package could not look up whether a model has an earlier run; says why."""
 
 
 _Found = tuple[Ledger, str, Path | None]
@@ -188,7 +189,7 @@ def _of_model(model: nn.Module) -> _Found | None:
     config = getattr(model, "config", None)
     revision = getattr(config, "_commit_hash", None)
     note = provenance_of(model)
-    # Where it says that it was loaded from; PEFT's wrappers ask the model inside.
+    # Names of the place that the model was loaded from. PEFT's wrappers delegate to the model.
     names = getattr(model, "name_or_path", None), getattr(config, "_name_or_path", None)
     unknown = None
     for name in dict.fromkeys(name for name in names if isinstance(name, str) and name):
@@ -207,31 +208,31 @@ def _of_model(model: nn.Module) -> _Found | None:
     if note is not None:
         raise _NotKnown(
             f"The config of this model says that it was trained privately before, with epsilon "
-            f"{note.get('epsilon')} at delta {note.get('delta')}, and the {LEDGER_NAME} of that "
-            "run is not where the model was loaded from"
+            f"{note.get('epsilon')} at delta {note.get('delta')}, but the place that the model was "
+            f"loaded from does not contain the {LEDGER_NAME} of that run"
         )
     return None
 
 
 def _from_hub(name: str, revision: str | None) -> Path | None:
-    """Returns the ledger of a repository, or ``None`` if it has none.
+    """Return the ledger of a repository, or ``None`` if it has none.
 
     Raises:
-        _NotKnown: what failed does not tell whether it has one. The Hub says of private
-            repositories, too, that they are not there.
+        _NotKnown: the request failed for another reason than a missing file. The Hub also reports
+            private repositories as missing.
     """
     what = f"Whether {name!r}, where this model comes from, has a {LEDGER_NAME} is not known"
     try:
         return Path(hf_hub_download(name, LEDGER_NAME, revision=revision))
     except HFValidationError as error:
         raise _NotKnown(f"{what}: no folder here has that name, and no repository can") from error
-    except Exception as error:  # of the client, or of whatever it sends requests with
-        away = isinstance(error, LocalEntryNotFoundError)  # from the cache, and not looked up
+    except Exception as error:  # from the Hub's client, or from its HTTP library
+        away = isinstance(error, LocalEntryNotFoundError)  # not in the cache, no answer of the Hub
         if isinstance(error, EntryNotFoundError) and not away:
             return None
         if revision is not None:
             cached = try_to_load_from_cache(name, LEDGER_NAME, revision=revision)
-            if cached is _CACHED_NO_EXIST:  # of that commit, which does not change
+            if cached is _CACHED_NO_EXIST:  # the files of a commit never change
                 return None
         cause = (error.__cause__ if away else None) or error
         reason = next(iter(f"{cause}".splitlines()), "")
@@ -239,9 +240,10 @@ def _from_hub(name: str, revision: str | None) -> Path | None:
 
 
 def _newest(place: Path) -> _Found:
-    """Reads a folder's ledger, or the live one of its run above the checkpoint that it lies in.
+    """Read a folder's ledger; for a checkpoint, the live ledger of its run in the folder above.
 
-    Which checkpoint to go on from is chosen by whoever saw the later ones, so all releases count.
+    A user may have chosen this checkpoint after seeing later ones. So the releases after the
+    checkpoint count too.
     """
     path = place / LEDGER_NAME if place.is_dir() else place
     ledger, folder = Ledger.load(path), path.resolve().parent
@@ -254,7 +256,7 @@ def _newest(place: Path) -> _Found:
 
 
 def _is_resumed(ledger: Ledger, folder: Path | None, args: Any) -> bool:
-    """Whether a ledger is of the run that ``args`` are about to resume, as far as can be told."""
+    """Return whether ``args`` show that this run resumes the run of a ledger."""
     checkpoint = args.resume_from_checkpoint
     if isinstance(checkpoint, str) and folder is not None:
         if Path(checkpoint).resolve() == folder.resolve():

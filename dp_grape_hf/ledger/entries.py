@@ -1,19 +1,17 @@
-"""The kinds of entries a ledger is made of, what they say together, as JSON, and their chain.
+"""The entries of a ledger: their kinds, their meaning, their JSON form, and their hash chain.
 
-The digests of a chain bind its entries together, so that an edit of one shows in all after it.
-The digest of an entry is the SHA-256 of the digest before it (of 64 zeros for the first), a line
+The digest of an entry is the SHA-256 of the digest before it (64 zeros for the first entry), a line
 feed, and the entry as JSON with sorted keys, no spaces, ASCII only and numbers as Python writes
-them. So an entry that is changed, moved, put in or taken out spoils all digests from there on.
+them. So if an entry is changed, moved, inserted or removed, all digests from there on are wrong.
 
-Equal releases in a row are one entry, whose count grows: it is the only one that is ever replaced,
-and only while it is the last. Whoever knows the digest before it can tell
-the digest that the chain had at any smaller count, so what was a head once remains checkable.
+Consecutive equal releases are one entry with a count. Only this entry is ever replaced, and only
+while it is the last one. The digest at a smaller count can be computed from the digest before the
+entry. So every digest that was once the last one of the chain can still be checked.
 
 Guarantee:
-    A chain shows edits, not lies. Entries cut off the end leave a valid chain, which only a head
-    noted elsewhere, or weights whose digest is then missing, give away; and whoever rewrites an
-    entry and all digests after it has made a new chain, which nothing inside it can tell from an
-    honest one.
+    The chain shows edits of entries. It does not show that the last entries were removed: only a
+    digest noted elsewhere, or weights whose digest is then missing, show this. It also does not
+    show that an entry and all digests after it were rewritten.
 """
 
 import hashlib
@@ -45,7 +43,7 @@ _GENESIS = "0" * 64
 
 
 def is_digest(value: Any) -> bool:
-    """Whether a value is a SHA-256 digest in lower-case hex."""
+    """Return whether a value is a SHA-256 digest in lower-case hex."""
     return isinstance(value, str) and len(value) == 64 and set(value) <= _HEX
 
 
@@ -64,15 +62,15 @@ _FILES = {
 }
 
 
-# ---- The kinds of entries: those after a start are about its run ----
+# ---- The kinds of entries. The entries after a start belong to its run ----
 
 
 @dataclass(frozen=True)
 class Start(Record):
-    """A run begins. ``schema`` is the version of what a mechanism is written as.
+    """A run begins. ``schema`` is the version of the format of a mechanism.
 
-    Its releases add up with those of all runs before it in the chain if ``continues`` is
-    `SAME_DATA`, and with none if it is `OTHER_DATA`; the first run continues none.
+    With ``continues=SAME_DATA``, the releases of all runs before it in the chain add up with the
+    run's releases. With `OTHER_DATA`, they do not. The first run has ``continues=None``.
     """
 
     run_id: str
@@ -85,7 +83,7 @@ class Start(Record):
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """Weights were saved that contain ``updates`` updates: SHA-256 by file name."""
+    """Weights with ``updates`` updates were saved; ``files`` maps file names to SHA-256 digests."""
 
     updates: int = field(metadata=_COUNT)
     files: dict[str, str] = field(metadata=_FILES)
@@ -93,9 +91,9 @@ class Weights(Record):
 
 @dataclass(frozen=True)
 class Resume(Record):
-    """The run goes on from weights with ``updates`` updates; ``changes`` are of its mechanism.
+    """The run resumes from weights with ``updates`` updates, with ``changes`` of its mechanism.
 
-    ``session`` is random: two branches of one run differ from here on, whatever the clocks say.
+    ``session`` is random, so that two branches of one run have different digests from here on.
     """
 
     session: str
@@ -107,14 +105,14 @@ class Resume(Record):
 
 @dataclass(frozen=True)
 class Projection(Record):
-    """What per-sample gradients meet from here on: the SHA-256 of a P that no seed makes again."""
+    """The SHA-256 of the P used from here on, if P cannot be drawn again from a seed."""
 
     sha256: str = field(metadata={"valid": ("a SHA-256 in hex", is_digest)})
 
 
 @dataclass(frozen=True)
 class NotPrivate(Record):
-    """The run has no guarantee, for good, and why."""
+    """The run has no guarantee, and cannot get one later. ``reason`` says why."""
 
     reason: str
 
@@ -132,18 +130,18 @@ KINDS: dict[str, type[Any]] = {
 KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 
 
-# ---- What is noted when a run starts or resumes ----
+# ---- The time and the software versions of a start or a resumption ----
 
 _PACKAGES = ("dp_grape_hf", "torch", "transformers", "prv-accountant", "dp-accounting")
 
 
 def now() -> str:
-    """Returns the time in UTC, to the second."""
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def software_versions() -> dict[str, str]:
-    """Returns the versions of the software that releases depend on, by package."""
+    """Return the versions of the software that releases depend on, by package."""
     return {package: _version(package) for package in _PACKAGES}
 
 
@@ -154,33 +152,33 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-# ---- What the entries say together ----
+# ---- The runs that the entries describe ----
 
 
 @dataclass
 class Run:
-    """What the entries from one start to the next say: all of it follows from them."""
+    """One run: a summary of the entries from its start to the next start."""
 
     start: Start
     mechanism: Mechanism
-    sessions: list[int] = field(default_factory=lambda: [0])  # releases from one resumption on
+    sessions: list[int] = field(default_factory=lambda: [0])  # releases of each session
     updates: int | None = None
     projection: str | None = None
     reasons: list[str] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """How many releases it made."""
+        """The number of releases of the run."""
         return sum(self.sessions)
 
     @property
     def accounted(self) -> accounting.Releases:
-        """What the run may have cost."""
+        """The releases that the accountant counts for the run."""
         return self.mechanism.releases(self.mechanism.counted(self.sessions))
 
     @property
     def accounted_in_words(self) -> str:
-        """The numbers that epsilon is computed from: how many releases, sampling rate, sigma."""
+        """The inputs of the accountant as text: number of releases, sampling rate, sigma."""
         of = self.accounted
         said = (
             f"{of.counted} releases at sampling rate {of.counted_rate:.6g} "
@@ -193,12 +191,12 @@ class Run:
 
 
 def released(runs: Iterable[Run]) -> list[accounting.Releases]:
-    """What runs may have cost together, as `accounting` wants it."""
+    """Return the releases of several runs, as input for `accounting`."""
     return [run.accounted for run in runs if run.steps]
 
 
 def runs_of(entries: Iterable[Entry]) -> tuple[Run, ...]:
-    """Returns the runs that a chain records, oldest first.
+    """Return the runs that a chain records, oldest first.
 
     Raises:
         PrivacyError: The entries contradict each other.
@@ -229,9 +227,9 @@ def _check_start(start: Start, before: Sequence[Run]) -> None:
 
 
 def require_same_neighbours(mechanism: Mechanism, before: Iterable[Run]) -> None:
-    """Refuses a run about other neighbours than those before it on the same data.
+    """Refuse a run whose adjacency or privacy unit differs from earlier runs on the same data.
 
-    Runs without a guarantee have no epsilon that could be about anything.
+    Runs without a guarantee have no finite epsilon, so they are not compared.
     """
     for run in before if not mechanism.reasons_not_private() else ():
         for name in ("adjacency", "privacy_unit"):
@@ -239,7 +237,7 @@ def require_same_neighbours(mechanism: Mechanism, before: Iterable[Run]) -> None
             require(
                 ours == theirs or bool(run.reasons),
                 f"{name}={ours!r}, but run {run.start.run_id} on the same data has {theirs!r}: "
-                f"their epsilons are about different things and do not add up. Use {theirs!r}.",
+                f"their epsilons protect different things and do not add up. Use {theirs!r}.",
             )
 
 
@@ -269,7 +267,10 @@ def _read(entry: Entry, run: Run) -> None:
 
 
 def encoded(entry: Entry) -> dict[str, Any]:
-    """Returns an entry as JSON data; what is ``None`` is left out, but for a mechanism's own."""
+    """Return an entry as JSON data, without fields that are ``None``.
+
+    Of a mechanism, only the fields in ``LEFT_OUT_IF_NONE`` are left out.
+    """
     content = {name: value for name, value in asdict(entry).items() if value is not None}
     if isinstance(entry, Start):
         content["mechanism"] = {
@@ -281,10 +282,10 @@ def encoded(entry: Entry) -> dict[str, Any]:
 
 
 def decoded(content: Any, number: int) -> Entry:
-    """Returns an entry that was read as JSON, of that number from 1 up.
+    """Return the entry that JSON data describe. ``number`` is its position, from 1, for errors.
 
     Raises:
-        PrivacyError: It is no entry.
+        PrivacyError: The data do not describe an entry.
     """
     where = f"entry {number}"
     require(isinstance(content, dict), f"{where}: {content!r} must be an object.")
@@ -301,9 +302,9 @@ def decoded(content: Any, number: int) -> Entry:
 
 
 def _built(cls: type[Any], content: Any, where: str, may_miss: Collection[str]) -> Any:
-    """Builds a record from JSON data that holds every field and no other.
+    """Build a record from JSON data that have exactly its fields.
 
-    Fields that ``may_miss`` are ``None`` where they are missing; errors say ``where`` it is.
+    The fields in ``may_miss`` may be missing and are then ``None``. Errors begin with ``where``.
     """
     names = {f.name for f in fields(cls)}
     require_keys(content, names, where, may_miss)
@@ -318,18 +319,18 @@ def _built(cls: type[Any], content: Any, where: str, may_miss: Collection[str]) 
 
 
 def require_keys(content: Any, names: set[str], where: str, may_miss: Collection[str] = ()) -> None:
-    """Refuses JSON data that is no object with these names."""
+    """Refuse JSON data that are not an object with exactly these names."""
     require(isinstance(content, dict), f"{where}={content!r} must be an object.")
     for name in sorted(content.keys() ^ names):
         if name in content:
             raise PrivacyError(
-                f"{where}: {name}={content[name]!r} is unknown to this version, which could not "
-                "count it. Read the file with the version of dp_grape_hf that wrote it."
+                f"{where}: this version does not know {name}={content[name]!r}, and cannot count "
+                "it. Read the file with the version of dp_grape_hf that wrote it."
             )
         require(name in may_miss, f"{where}: {name} is missing.")
 
 
-# ---- Their chain ----
+# ---- The chain of entries ----
 
 
 class Link(NamedTuple):
@@ -340,7 +341,7 @@ class Link(NamedTuple):
 
 
 def extended(links: Sequence[Link], *entries: Entry) -> tuple[Link, ...]:
-    """Returns a chain with entries added to its end."""
+    """Return a chain with entries added to its end."""
     chain = list(links)
     for entry in entries:
         chain.append(Link(entry, digest_of(entry, chain[-1].digest if chain else _GENESIS)))
@@ -348,7 +349,7 @@ def extended(links: Sequence[Link], *entries: Entry) -> tuple[Link, ...]:
 
 
 def counts_on(before: Entry, entry: Entry) -> bool:
-    """Whether an entry is another one whose releases have become more."""
+    """Return whether ``entry`` is the release ``before`` with a larger count."""
     return (
         isinstance(before, Release)
         and isinstance(entry, Release)
@@ -358,7 +359,7 @@ def counts_on(before: Entry, entry: Entry) -> bool:
 
 
 def with_releases(links: Sequence[Link], mechanism: Mechanism, steps: int = 1) -> tuple[Link, ...]:
-    """Returns a chain with releases added, to the last entry if that counts the same."""
+    """Return a chain with releases added; a last entry with the same parameters is extended."""
     release = Release(mechanism.noise_multiplier, mechanism.sample_rate, steps)
     last = links[-1].entry
     if isinstance(last, Release):
@@ -369,26 +370,26 @@ def with_releases(links: Sequence[Link], mechanism: Mechanism, steps: int = 1) -
 
 
 def digest_of(entry: Entry, before: str) -> str:
-    """Returns the digest of an entry, given the one before it."""
+    """Return the digest of an entry, given the digest of the entry before it."""
     text = json.dumps(encoded(entry), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(f"{before}\n{text}".encode("ascii")).hexdigest()
 
 
 def broken(links: Sequence[Link]) -> str | None:
-    """Says where the digests of a chain first fail to fit its entries, or ``None``."""
+    """Return a message about the first entry whose digest is wrong, or ``None``."""
     before = _GENESIS
     for number, (entry, digest) in enumerate(links, 1):
         if digest_of(entry, before) != digest:
             which = f"entry {number} of {len(links)} ({KIND_OF[type(entry)]})"
             return (
-                f"{which} does not fit its digest {digest[:12]}: it was edited, or what precedes it"
+                f"{which} does not fit its digest {digest[:12]}: it or an earlier entry was edited"
             )
         before = digest
     return None
 
 
 def goes_on(whole: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Whether a chain is what another one has become, or is still."""
+    """Return whether the chain ``whole`` equals ``links``, or extends it."""
     *sealed, (last, digest) = links
     at = len(sealed)
     if len(whole) <= at or list(whole[:at]) != sealed:
@@ -398,15 +399,15 @@ def goes_on(whole: Sequence[Link], links: Sequence[Link]) -> bool:
 
 
 def lacks_releases(whole: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Whether another chain has releases from where the two part that this one has not."""
+    """Return whether ``links`` has releases, after the two chains differ, that ``whole`` lacks."""
     pairs = enumerate(zip(links, whole, strict=False))
-    parted = next((n for n, (one, other) in pairs if one != other), len(whole))
-    own = any(isinstance(link.entry, Release) for link in links[parted:])
-    return own and not goes_on(whole, links)
+    common = next((n for n, (one, other) in pairs if one != other), len(whole))
+    more = any(isinstance(link.entry, Release) for link in links[common:])
+    return more and not goes_on(whole, links)
 
 
 def has_been_head(digest: str, links: Sequence[Link]) -> bool:
-    """Whether a digest is, or was at some time, that of the last entry of a chain."""
+    """Return whether a digest is, or once was, the digest of the last entry of a chain."""
     before = _GENESIS
     for entry, now in links:
         if now == digest:

@@ -1,13 +1,12 @@
-"""The append-only record of what a run released; epsilon is derived from it, never stored.
+"""The append-only record of a run's releases. Epsilon is computed from it, and never stored.
 
-The live ledger lies in the output folder and is written before each release, so after a crash it
-may hold one release too many and never one too few. Each folder with weights holds a copy that
-ends with their digests; the live one contains what each copy says, as its entries are chained
-(`entries` says what that shows, and what it cannot). Releases made after a checkpoint stay spent
-when training resumes from it: the live ledger's count wins.
+The live ledger is in the output folder. It is written before each release, so after a crash it may
+contain one release too many, but never one too few. Each folder with weights contains a copy that
+ends with the digests of the weights. The live ledger contains the entries of each copy. If training
+resumes from a checkpoint, the releases made after the checkpoint still count.
 
-A ledger knows its own run, and the runs that it was started to continue. Whoever trains on the same
-data without saying so has to add the runs up.
+A ledger records its run, and the earlier runs that it was started to continue. If you train on the
+same data without declaring an earlier run, you have to add the costs up yourself.
 """
 
 import math
@@ -69,25 +68,27 @@ from dp_grape_hf.ledger.storage import (
 
 @dataclass
 class Ledger:
-    """What one run has released. Make one with ``start``, ``load`` or ``resume``.
+    """The record of a run's releases. Make one with ``start``, ``load`` or ``resume``.
 
     Guarantee:
-        ``steps`` never falls, and a reason why the run is not private never goes away. The file
-        holds public parameters and counts: no secret seed, coins, noise, batch sizes or losses.
+        ``steps`` never decreases, and a reason why the run is not private is never removed. The
+        file contains public parameters and counts. It contains no secret seed, random draws, noise,
+        batch sizes or losses.
 
     Attributes:
         links: the entries, each with its digest, oldest first.
         path: the live file, if there is one.
-        runs: what they say of each run, this one last.
+        runs: the runs that the entries describe; this run is the last one.
     """
 
     links: tuple[Link, ...]
     path: Path | None = None
-    _written: tuple[Written, ...] = field(default=(), repr=False, compare=False)  # one is there
+    # The possible ends of the live file: two while a failed write may have changed it.
+    _written: tuple[Written, ...] = field(default=(), repr=False, compare=False)
     _lock: RunLock | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Checks that the entries belong together."""
+        """Check that the entries are consistent."""
         self.runs = runs_of(link.entry for link in self.links)
 
     # ---- Making one ----
@@ -102,27 +103,29 @@ class Ledger:
         continues: Self | None = None,
         same_data: bool = True,
     ) -> Self:
-        """Starts the empty ledger of a new run, and writes it if there is a ``path``.
+        """Start the empty ledger of a new run, and write it if there is a ``path``.
 
-        The ledger of an earlier run at that place is kept, renamed to
-        ``privacy_ledger.before-<run id>.json``.
+        An existing ledger at ``path`` is renamed to ``privacy_ledger.before-<run id>.json``.
 
         Args:
             mechanism: The parameters of the run.
-            path: The live file; ``None`` counts in memory only, as all ranks but the first do.
+            path: The live file. ``None`` counts in memory only, as all ranks but the first do.
             private: Whether the run claims a guarantee.
-            reason: Why it does not; empty if it does.
-            continues: The ledger of the run whose weights this one starts from, if any. The new
-                one holds all that it holds.
-            same_data: Whether any of those earlier runs used data of this one. Then the releases
-                of all add up; otherwise those of the earlier runs are recorded only.
+            reason: Why the run has no guarantee; empty if it has one.
+            continues: The ledger of the run whose weights this run starts from, if any. The new
+                ledger contains all its entries.
+            same_data: Whether an earlier run used data of this run. Then the releases of all runs
+                add up. Otherwise the earlier releases are recorded and not counted.
 
         Raises:
-            PrivacyError: ``private`` and ``reason`` contradict each other, the runs are about
-                neighbours of different kinds, whose epsilons do not add up, or a run of another
-                process is still going on at that place.
+            PrivacyError: ``private`` and ``reason`` contradict each other; or the runs have
+                different adjacencies or privacy units, so that their epsilons do not add up; or a
+                run of another process uses the same path.
         """
-        require(private != bool(reason), f"{private=} contradicts {reason=}: give a reason if not")
+        require(
+            private != bool(reason),
+            f"{private=} contradicts {reason=}. Give a reason if, and only if, private=False.",
+        )
         start = Start(
             run_id=secrets.token_hex(16),
             at=now(),
@@ -142,29 +145,30 @@ class Ledger:
 
     @classmethod
     def shared(cls, make: Callable[[], Self]) -> Self:
-        """Starts or resumes one ledger for all processes, by ``make``; a collective call.
+        """Start or resume one ledger for all processes. All processes must call this together.
 
-        Only the first process calls ``make``, so only that one needs to see the files, and only
-        that one's copy writes them; an error that it raises is raised in every process.
+        Only the first process calls ``make``, and only its ledger writes the file. The other
+        processes need not see the file. An error of ``make`` is raised in every process.
         """
         ledger = from_first(make)
         return ledger if is_first() else cls(ledger.links)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Reads a ledger to examine it: unlike ``load``, also one that was edited (see ``fault``).
+        """Read a ledger to examine it, even if it was edited (see ``fault``).
 
         Raises:
-            PrivacyError: The file is missing, damaged or says something impossible.
+            PrivacyError: The file is missing or damaged, or its entries contradict each other.
         """
         return cls(read_links(path))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a ledger. What is recorded in it afterwards is not written back.
+        """Read a ledger. Later entries are added in memory and not written to the file.
 
         Raises:
-            PrivacyError: The file is missing, damaged, was edited or says something impossible.
+            PrivacyError: The file is missing, damaged or edited, or its entries contradict each
+                other.
         """
         try:
             links = read_links(path)
@@ -172,8 +176,8 @@ class Ledger:
             return cls(links)
         except PrivacyError as error:
             raise PrivacyError(
-                f"no valid privacy ledger at {path}: {error} Without it the privacy spent is "
-                "unknown. Restore the file from a copy, or start a new run elsewhere."
+                f"no valid privacy ledger at {path}: {error} Without it, the epsilon spent is "
+                "unknown. Restore the file from a copy, or start a new run in another folder."
             ) from error
 
     @classmethod
@@ -184,21 +188,23 @@ class Ledger:
         mechanism: Mechanism,
         updates: int,
     ) -> Self:
-        """Continues the ledger of the run that wrote a checkpoint.
+        """Continue the ledger of the run that wrote a checkpoint.
 
         Args:
-            live_path: The live file. If there is none, the one in the checkpoint's own run folder
-                counts, and if that is not there either (the checkpoint was moved), the copy.
+            live_path: The live file. If it does not exist, the live file in the folder above the
+                checkpoint is used. If that one does not exist either (the checkpoint was moved),
+                the copy in the checkpoint is used.
             checkpoint_path: The copy inside the checkpoint.
             mechanism: The parameters of the run that resumes.
-            updates: How many updates the checkpoint's weights contain.
+            updates: The number of updates in the checkpoint's weights.
 
         Guarantee:
-            No release that either file holds is forgotten, and no reason for not being private.
+            The result contains every release, and every reason for not being private, that either
+            file contains.
 
         Raises:
-            PrivacyError: A file is damaged, the files contradict each other, ``updates`` or the
-                mechanism is not what they say, or the run is still going on in another process.
+            PrivacyError: A file is damaged, the files contradict each other, ``updates`` or
+                ``mechanism`` differs from the files, or another process still trains this run.
         """
         lock = hold(Path(live_path))
         ledger = cls.load(checkpoint_path)
@@ -214,20 +220,20 @@ class Ledger:
             both = f"{path} and {newest}"
             require(
                 live.run_id == ledger.run_id,
-                f"{both} are of different runs, {live.run_id} and {ledger.run_id}. Resume in the "
-                "run's own folder or in an empty one.",
+                f"{both} belong to different runs, {live.run_id} and {ledger.run_id}. Resume in "
+                "the run's own folder or in an empty one.",
             )
             require_same_mechanism(mechanism, live.mechanism, path)
             require(
                 live.steps >= ledger.steps,
-                f"{both} hold {live.steps} and {ledger.steps} releases: the first was rolled back. "
-                "Restore its newest copy.",
+                f"{both} contain {live.steps} and {ledger.steps} releases, so the first file was "
+                "rolled back. Restore its newest copy.",
             )
             require(
                 not lacks_releases(live.links, ledger.links),
-                f"{both} are branches of one run: each holds releases that the other lacks, so "
-                "neither counts all. Start a new run that continues one, and add up the privacy of "
-                "both.",
+                f"{both} are branches of one run: each contains releases that the other lacks, so "
+                "neither counts all. Start a new run that continues one of them, and add up the "
+                "epsilon of both.",
             )
             reasons += live.not_private_reasons
             ledger, newest = live, path
@@ -243,29 +249,29 @@ class Ledger:
 
     @classmethod
     def _live_ledgers(cls, live: Path, checkpoint: Path, run_id: str) -> dict[Path, Self]:
-        """Returns those that a resumed run must count, by file, the one with most releases last.
+        """Return the live ledgers that a resumed run must count, by path, most releases last.
 
-        A run that goes on in another folder has one in the folder where the checkpoint lies, which
-        may count releases that were made after the checkpoint.
+        If the run resumes in another folder, its old folder also has a live ledger. That ledger may
+        count releases made after the checkpoint.
         """
-        found = {live: cls.load(live)} if live.exists() else {}
+        ledgers = {live: cls.load(live)} if live.exists() else {}
         old = checkpoint.parent.parent / LEDGER_NAME
         if old.exists() and old.resolve() != live.resolve():
             other = cls.load(old)
             if other.run_id == run_id:
-                found[old] = other
-        return dict(sorted(found.items(), key=lambda item: item[1].steps))
+                ledgers[old] = other
+        return dict(sorted(ledgers.items(), key=lambda item: item[1].steps))
 
     # ---- Reading it ----
 
     @property
     def mechanism(self) -> Mechanism:
-        """The parameters of this run, as they are since it was last resumed."""
+        """The parameters of this run since it was last resumed."""
         return self.runs[-1].mechanism
 
     @property
     def run_id(self) -> str:
-        """What tells this run from all others."""
+        """The unique identifier of this run."""
         return self.runs[-1].start.run_id
 
     @property
@@ -285,33 +291,33 @@ class Ledger:
 
     @property
     def sessions(self) -> tuple[int, ...]:
-        """Number of releases of this run from its start, and from each resumption, to the next."""
+        """Number of releases in each session: from the start, or a resumption, to the next one."""
         return tuple(self.runs[-1].sessions)
 
     @property
     def updates(self) -> int | None:
-        """How many updates the weights contain that were last saved, or resumed from."""
+        """Number of updates in the weights last saved or resumed from; ``None`` before."""
         return self.runs[-1].updates
 
     @property
     def saved(self) -> list[Weights]:
-        """The weights that were saved, of all runs, oldest first, with the digests of each."""
+        """The entries about saved weights, of all runs, oldest first."""
         return [link.entry for link in self.links if isinstance(link.entry, Weights)]
 
     @property
     def head(self) -> str:
-        """The digest of the last entry, which all entries before it determine."""
+        """The digest of the last entry. It depends on all entries."""
         return self.links[-1].digest
 
     @property
     def composed_runs(self) -> tuple[Run, ...]:
-        """The runs whose releases add up with those of this one, which is the last of them."""
+        """The runs whose releases add up. This run is the last of them."""
         same = self.runs[-1].start.continues == SAME_DATA
         return self.runs if same else self.runs[-1:]
 
     @property
     def not_private_reasons(self) -> list[str]:
-        """Why no finite epsilon holds for this run and those that add up with it, if so."""
+        """The reasons why ``composed_runs`` have no finite epsilon; empty if they have one."""
         reasons = [reason for run in self.composed_runs for reason in run.reasons]
         return list(dict.fromkeys(reasons))
 
@@ -322,20 +328,22 @@ class Ledger:
 
     @property
     def composed(self) -> list[accounting.Releases]:
-        """All releases that add up, as `accounting` wants them."""
+        """The releases of ``composed_runs``, as input for `accounting`."""
         return released(self.composed_runs)
 
     @property
     def earlier(self) -> list[accounting.Releases]:
-        """Those of them that runs before this one made."""
+        """The releases of ``composed_runs`` without this run."""
         return released(self.composed_runs[:-1])
 
     def epsilon(self, delta: float | None = None) -> float:
-        """Returns the accountant's upper bound on epsilon for all releases recorded.
+        """Return the accountant's upper bound on epsilon for all releases in ``composed_runs``.
 
-        Those of earlier runs on the same data are among them. It holds at ``delta``, or at
-        ``target_delta`` if that is ``None``. It is infinite if the run is not private, and 0 before
-        the first release.
+        The bound holds at ``delta``, or at ``target_delta`` if ``delta`` is ``None``. It is
+        infinite if the run is not private, and 0 before the first release.
+
+        Raises:
+            PrivacyError: Neither ``delta`` nor ``target_delta`` is given.
         """
         if not self.private:
             return math.inf
@@ -345,17 +353,17 @@ class Ledger:
         return compose_epsilon(self.composed, delta=delta, accountant=self.mechanism.accountant)
 
     def known_epsilon(self) -> float | None:
-        """Returns ``epsilon()``; ``None`` without a delta, or if its accountant is not there."""
+        """Return ``epsilon()``; ``None`` without a delta, or if the accountant is not available."""
         try:
             return self.epsilon()
         except (AccountantFailure, PrivacyError, OverflowError):
             return None
 
     def epsilon_by(self, accountant: str, delta: float) -> float:
-        """Returns the bound on ``epsilon`` of one accountant, and of no other in its place.
+        """Return the upper bound on epsilon by one accountant, without falling back to another.
 
         Raises:
-            AccountantFailure: that accountant cannot bound it, or is not there.
+            AccountantFailure: The accountant finds no bound, or is not available.
         """
         if not self.private:
             return math.inf
@@ -373,29 +381,30 @@ class Ledger:
 
     @property
     def fault(self) -> str | None:
-        """Where the digests first fail to fit the entries, one of which was edited; or ``None``."""
+        """A message about the first entry whose digest is wrong; ``None`` without an edit."""
         return broken(self.links)
 
     def has_ended_with(self, head: str) -> bool:
-        """Whether a digest is its head, or was at some time.
+        """Return whether a digest is, or once was, the head of this ledger.
 
         Raises:
-            PrivacyError: ``head`` is no digest.
+            PrivacyError: ``head`` is not a digest.
         """
         require(is_digest(head), f"{head=} must be all 64 hex digits of a digest.")
         return has_been_head(head, self.links)
 
     def goes_on_from(self, copy: Self) -> bool:
-        """Whether this is the ledger that a copy was taken of, now or at some time."""
+        """Return whether ``copy`` is this ledger, or a copy of an earlier state of it."""
         return goes_on(self.links, copy.links)
 
     # ---- Writing it ----
 
     def record(self, steps: int = 1) -> None:
-        """Records releases that are about to be made; call it before making them.
+        """Record releases. Call this before you make them.
 
         Guarantee:
-            When it returns, the file, if there is one, holds them. If it raises, do not release.
+            When it returns, the live file, if any, contains the releases. If it raises, do not make
+            them.
         """
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
         self.links = with_releases(self.links, self.mechanism, steps)
@@ -403,40 +412,40 @@ class Ledger:
         self._persist(line_of(self.links[-1]) if steps == 1 else None)
 
     def mark_not_private(self, reason: str) -> None:
-        """Notes for good that this run has no guarantee, and why."""
+        """Record permanently that this run has no guarantee, and why."""
         if reason not in self.not_private_reasons:
             self._append(NotPrivate(reason))
 
     def note_projection(self, digest: str) -> None:
-        """Notes the P that gradients meet from now on, if no seed makes it again.
+        """Record the P used from now on, if P cannot be drawn again from a seed.
 
         Args:
-            digest: SHA-256 of its numbers (``PrincipalProjection.digest``).
+            digest: SHA-256 of P (``PrincipalProjection.digest``).
 
         Raises:
-            PrivacyError: The run has another one, and never makes it anew.
+            PrivacyError: The run has another P, and never recomputes it.
         """
         known = self.runs[-1].projection
         if known == digest:
             return
         require(
             known is None or self.mechanism.projection_update_steps is not None,
-            f"the projection has the digest {digest[:12]}, and this run was made with {known}. "
-            "Resume from a checkpoint of the run, whose optimizer state holds the projection.",
+            f"the projection has the digest {digest[:12]}, but this run used {known}. Resume from "
+            "a checkpoint of the run: its optimizer state contains the projection.",
         )
         self._append(Projection(digest))
 
     def snapshot(self, updates: int, files: dict[str, str] | None = None) -> Self:
-        """Notes that weights were saved, and returns the ledger, whose copy belongs beside them.
+        """Record that weights were saved, and return the ledger, to be saved next to the weights.
 
-        ``publishing.Publisher`` does, and saves that copy.
+        ``publishing.Publisher`` calls this and saves the copy.
 
         Args:
-            updates: How many updates the weights contain.
+            updates: The number of updates in the weights.
             files: SHA-256 of each weight file by name.
 
         Raises:
-            PrivacyError: There are more updates than releases: some were never recorded.
+            PrivacyError: There are more updates than releases, so some were not recorded.
         """
         weights = Weights(updates, files or {})
         if self.links[-1].entry != weights:
@@ -444,25 +453,25 @@ class Ledger:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Writes the ledger to ``path``, whole or not at all, even if the power fails.
+        """Write the ledger to ``path``, completely or not at all, even if the power fails.
 
-        The folder is made if need be. A process that is killed may leave the hidden file
-        ``.<name>.tmp`` beside it, which the next save replaces.
+        The folder is created if needed. A killed process may leave the hidden file ``.<name>.tmp``
+        in the folder. The next save replaces it.
         """
         write_text(Path(path), to_text(self.links))
 
     def _append(self, *entries: Entry) -> None:
-        """Adds entries, if they fit, and writes the live file."""
+        """Add entries, if they are consistent, and write the live file."""
         links = extended(self.links, *entries)
         self.runs = runs_of(link.entry for link in links)
         self.links = links
         self._persist()
 
     def _persist(self, line: str | None = None) -> None:
-        """Writes the live file; refuses one that changed since this run last wrote it.
+        """Write the live file; refuse to if it changed since this run last wrote it.
 
         Args:
-            line: What is new, if no more than that has to be added to the file.
+            line: the line to append; ``None`` writes the whole file.
         """
         if self.path is None:
             return
@@ -471,10 +480,10 @@ class Ledger:
             known = next((one for one in self._written if one.is_in(self.path)), None)
             require(
                 known is not None,
-                f"{self.path} is not as this run wrote it last: another run was started in its "
-                "folder, or the file was edited. Give each run an output_dir of its own.",
+                f"{self.path} changed since this run last wrote it: another run was started in its "
+                "folder, or the file was edited. Give each run a separate output_dir.",
             )
-        try:  # after an error, either may be there
+        try:  # after an error, the file may have the old end or the new one
             if line is None or known is None:
                 text = to_text(self.links)
                 self._written += (Written.of(text),)
@@ -486,6 +495,7 @@ class Ledger:
                 self._written = (known.and_line(line),)
         except OSError as error:
             raise PrivacyError(
-                f"{self.path} cannot be written: {error}. The release that was to be recorded, if "
-                "any, was not made. Make room, then resume with resume_from_checkpoint."
+                f"{self.path} cannot be written: {error}. The private update that was to be "
+                "recorded, if any, was not made. Free disk space, then resume with "
+                "resume_from_checkpoint."
             ) from error

@@ -1,14 +1,14 @@
-"""The note in a model's configuration that says that the model was trained privately.
+"""The note in a model's config that says that the model was trained privately.
 
-``model.save_pretrained`` writes weights and configuration, and no ledger. The note goes with them,
-so a later run on the model asks for the ledger instead of claiming a budget that is partly spent.
+``model.save_pretrained`` writes weights and config, and no ledger. The note is a part of the
+config. So a later run on the model asks for the ledger, and does not count the budget as unspent.
 
 The note is a dictionary under the name ``dp_grape``:
 
 * ``epsilon``: an upper bound on the epsilon spent, as text; ``inf`` without a guarantee.
-* ``delta``: at which it holds; None if there is none.
+* ``delta``: the delta of this epsilon; None if there is none.
 * ``ledger``: the digest of the ledger's last entry. It is left out if the ledger is saved next to
-  the configuration.
+  the config.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dp_grape_hf.ledger.ledger import Ledger
 PROVENANCE = "dp_grape"
 _LEDGER = "ledger"
 
-# Configurations that were noted in this process. Another model that is made from such an object has
-# the note and other weights: it was not trained.
+# Config objects that received a note in this process. A new model that is built from such an object
+# has the note but other weights, which were not trained.
 _NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def note_provenance(model: nn.Module, ledger: Ledger, epsilon: float) -> None:
-    """Notes in the configuration of a model what its training spent, if it has a configuration.
+    """Write the epsilon spent into the config of a model, if the model has a config.
 
     Args:
         model: the trained model.
@@ -52,7 +52,7 @@ def note_provenance(model: nn.Module, ledger: Ledger, epsilon: float) -> None:
 
 
 def provenance_of(model: nn.Module) -> dict[str, Any] | None:
-    """Returns the note in the configuration that a model was loaded with; None without one."""
+    """Return the note in the config that a model was loaded with; None without one."""
     config = _config_of(model)
     note = getattr(config, PROVENANCE, None)
     return note if isinstance(note, dict) and _NOTED.get(id(config)) is not config else None
@@ -60,7 +60,7 @@ def provenance_of(model: nn.Module) -> dict[str, Any] | None:
 
 @contextmanager
 def beside_its_ledger(model: nn.Module) -> Iterator[None]:
-    """Leaves the ledger's digest out of the note, in a configuration that is saved inside."""
+    """Leave the ledger's digest out of the config's note inside the ``with`` block."""
     config = _config_of(model)
     note = getattr(config, PROVENANCE, None)
     if not isinstance(note, dict):

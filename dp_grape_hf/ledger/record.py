@@ -1,4 +1,4 @@
-"""What the ledger records of a run's mechanism, and what of it a resumed run may change."""
+"""The public parameters of a run's mechanism, and which of them a resumed run may change."""
 
 import json
 import math
@@ -13,52 +13,52 @@ from dp_grape_hf.errors import Choice, require
 from dp_grape_hf.options import BOUND, COUNT, OPTIONS, POSITIVE
 
 SECURE, BANDED = "secure", "banded"
-EXAMPLE = "example"  # the privacy unit, where no column names another
-POISSON = "poisson"  # how a logical batch is drawn: each unit by a coin of its own
+EXAMPLE = "example"  # the privacy unit if no column is given
+POISSON = "poisson"  # sampling: a logical batch includes each unit independently
 
 
 class Clipping(Choice):
-    """What bounds the contribution of one example; see `Mechanism`."""
+    """The kind of clipping that bounds each example's contribution; see `Mechanism`."""
 
     FLAT = "flat"
     AUTOMATIC = "automatic"
 
 
-# What may differ between a checkpoint and the run that resumes it, and why. Everything else
-# either defines the release, so that the recorded numbers would describe another mechanism, or
-# is the promised budget, which has to be fixed before the first release is seen.
+# Parameters that a resumed run may change, and why. All other parameters define the releases, so
+# that the record would describe another mechanism; or they are the budget, which must be fixed
+# before the first release is seen.
 MAY_CHANGE_ON_RESUME = {
     "engine": "both engines compute the same release, up to rounding",
     "accountant": "it bounds the releases and does not change them",
 }
 
-# Parameters that the file leaves out where they are None: most runs have none, and their entries,
-# and digests, are as if these did not exist.
+# Parameters that the file leaves out where they are None, so that ledgers written before a
+# parameter existed keep their digests.
 LEFT_OUT_IF_NONE = (
     *("noise", "coefficients", "public_dataset", "gradient_factors", "clipped_apart", "chosen"),
 )
 
-# What to say about a parameter whose default is not the same in every run.
+# Hints for errors about parameters whose default depends on the run.
 _HINTS = {
     "expected_batch_size": "The default of expected_batch_size grows with the number of "
-    "processes: after a change of that number, give the recorded value.",
-    "noise_multiplier": "With target_epsilon it is found for max_steps by the accountant. With "
-    "these steps, the accountant here needs more noise than was recorded. The run may have begun "
+    "processes. If you changed that number, pass the recorded value.",
+    "noise_multiplier": "With target_epsilon, the accountant computes noise_multiplier for "
+    "max_steps. For these steps it now needs more noise than was recorded. The run may have begun "
     "with another version of dp_grape_hf or another `accountant`.",
-    "noise": "It is 'secure' with secure_noise=True, 'banded' with noise='banded' where that gains "
-    "anything, and None else.",
-    "coefficients": "They are found for the budget, the steps, the rule and the schedule: pass "
-    "those that the run began with.",
+    "noise": "It is 'secure' with secure_noise=True, 'banded' with noise='banded' if correlation "
+    "reduces the noise, and None otherwise.",
+    "coefficients": "They are computed from the budget, the steps, the update rule and the "
+    "schedule. Pass those that the run began with.",
 }
 
 _ROUNDING = 1e-12
 
-# What float32 bears: further out, squares of gradients that count would be 0 or infinite.
+# Outside of this range, squared float32 gradients would underflow to 0 or overflow to infinity.
 _LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
 
 
 def _parsed(text: str) -> Any:
-    """Returns what a text holds as JSON; ``None`` if it is none."""
+    """Return the value of a JSON text; ``None`` if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -91,7 +91,10 @@ def _are_coefficients(text: str) -> bool:
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
 _NOISE = {"valid": (f"{SECURE} or {BANDED}", lambda x: x in (SECURE, BANDED))}
 _COEFFICIENTS = {
-    "valid": ("JSON of two numbers or more, the first positive, of length 1", _are_coefficients)
+    "valid": (
+        "JSON of two numbers or more, the first positive, with an L2 norm of at most 1",
+        _are_coefficients,
+    )
 }
 _FACTORS = {
     "valid": (
@@ -101,22 +104,22 @@ _FACTORS = {
 }
 _NO_CAP = {
     "valid": (
-        "None: what a cap costs is no longer known here. Read the ledger with the version of "
+        "None: this version cannot count the cost of a cap. Read the ledger with the version of "
         "dp_grape_hf that wrote it",
         lambda x: False,
     )
 }
 _NO_ESTIMATES = {
     "valid": (
-        "None: what clipping by estimated norms (method='dp_jl') costs is no longer known here. "
-        "Read the ledger with the version of dp_grape_hf that wrote it",
+        "None: this version cannot count the cost of clipping by estimated norms "
+        "(method='dp_jl'). Read the ledger with the version of dp_grape_hf that wrote it",
         lambda x: False,
     )
 }
 _CLIPPING = {
     "valid": (
-        f"one of {', '.join(Clipping)}; clipping per layer is gone, and a ledger with it is read "
-        "by the version of dp_grape_hf that wrote it",
+        f"one of {', '.join(Clipping)}. This version does not support clipping per layer: read a "
+        "ledger with it by the version of dp_grape_hf that wrote it",
         lambda x: x in Clipping,
     )
 }
@@ -124,11 +127,11 @@ _CLIPPING = {
 
 @dataclass(frozen=True)
 class Record:
-    """What a ledger holds: a dataclass whose fields have the types and values that they may have.
+    """A dataclass for entries of a ledger that checks the types and values of its fields.
 
-    An integer may stand for a float. What a value may be, if not any but the empty text, stands in
-    the ``valid`` metadata of its field, in words and as a test; else it is the range of the number
-    in the table of options, if that has the name.
+    An integer is accepted for a float. The ``valid`` metadata of a field give its range, as text
+    and as a test. Without them, a number has the range of the option of its name, if there is one,
+    and a text must not be empty.
     """
 
     def __post_init__(self) -> None:
@@ -146,9 +149,9 @@ class Record:
 
 
 def _range_of(name: str) -> tuple[str, Callable[[Any], bool]]:
-    """Returns the range of a number in the table of options; any but the empty text is in others.
+    """Return the range of a number from the table of options; other values must not be empty.
 
-    Texts have no choices here: a ledger may name what only other versions and plug-ins know.
+    Choices of texts are not checked: a ledger may contain names of other versions and plug-ins.
     """
     option = OPTIONS.get(name)
     if option is None or option.range.kind not in (int, float):
@@ -157,35 +160,36 @@ def _range_of(name: str) -> tuple[str, Callable[[Any], bool]]:
 
 
 def kinds_of(f: Field[Any]) -> tuple[type, ...]:
-    """The classes a field may hold: ``(list,)`` for ``list[str]``, both sides of a union."""
+    """Return the classes that a field accepts: ``(list,)`` for ``list[str]``, both of a union."""
     return get_args(f.type) if isinstance(f.type, UnionType) else (get_origin(f.type) or f.type,)
 
 
 @dataclass(frozen=True)
 class Mechanism(Record):
-    """The public parameters of a run: what was promised, and all that defines a release.
+    """The public parameters of a run: the budget, and the parameters that define a release.
 
-    ``clipping`` is ``flat`` where gradients longer than C are scaled to it, by their norm over all
-    parameters jointly, and ``automatic`` where each is scaled to a norm just below C.
-    ``max_batch_size`` is None: older versions could cap a logical batch.
-    ``projection_ranks`` says, as text, what differed from ``projection_rank`` in runs of older
-    versions, which also let ``projection_side`` be asked for.
-    ``privacy_unit`` is ``example``, or the column whose value says whose an example is:
-    ``num_samples`` and ``expected_batch_size`` then count its values, and of each at most
-    ``max_examples_per_unit`` examples enter a step.
-    ``norm_directions`` is None: version 0.1 could clip by norms estimated from random directions.
-    ``noise`` is ``secure`` where its low bits hide what it was added to, and ``banded`` where it is
-    correlated over steps: ``coefficients`` are then those of its bands, as text
-    (``accounting.banded``), and at each step one group of the examples is drawn from.
-    ``projection_update_steps`` is None with ``principal`` directions that are measured once; they
-    are those of inputs that are synthetic, or of the ``public_dataset`` of that description, whose
-    examples no epsilon protects.
-    ``gradient_factors`` says, as text, what gradients were multiplied by before the clip and
-    divided by after the noise, by patterns of parameters' names.
-    ``clipped_apart`` is a module whose parameters are clipped apart from all others, each of the
-    two parts to C / sqrt(2).
-    ``chosen`` says, in words, which rates were chosen without the data, by what, and for which
-    schedule.
+    Attributes:
+        clipping: ``flat`` scales gradients with a norm above C, over all parameters jointly, to C.
+            ``automatic`` scales every gradient to a norm just below C.
+        max_batch_size: None. Older versions could cap a logical batch.
+        projection_ranks: of older versions: ranks that differ from ``projection_rank``, as text.
+        projection_side: of older versions: which side of a weight is projected.
+        privacy_unit: ``example``, or the column whose value is the privacy unit of an example.
+            ``num_samples`` and ``expected_batch_size`` then count units.
+        max_examples_per_unit: the largest number of examples of one unit in one step.
+        norm_directions: None. Version 0.1 could clip by estimated norms.
+        noise: ``secure`` if the noise is rounded to a grid, ``banded`` if it is correlated over
+            steps, None otherwise.
+        coefficients: of ``banded`` noise, as JSON (``accounting.banded``). Each step then samples
+            from one group of the examples.
+        projection_update_steps: None if ``principal`` directions are measured once.
+        public_dataset: the description of the data on which ``principal`` directions are measured,
+            which epsilon does not protect. None for synthetic inputs.
+        gradient_factors: JSON that maps patterns of parameter names to the factors by which
+            gradients are multiplied before the clip and divided after the noise.
+        clipped_apart: a module whose parameters are clipped separately from all others. Both parts
+            are clipped to C / sqrt(2).
+        chosen: which learning rates were chosen without the data, how, and for which schedule.
     """
 
     noise_multiplier: float
@@ -250,19 +254,19 @@ class Mechanism(Record):
 
     @property
     def factors_by_pattern(self) -> dict[str, float]:
-        """What ``gradient_factors`` says: name pattern -> factor; the first that matches counts."""
-        found: dict[str, float] = json.loads(self.gradient_factors or "{}")
-        return found
+        """``gradient_factors`` as a mapping: name pattern -> factor. The first match counts."""
+        factors: dict[str, float] = json.loads(self.gradient_factors or "{}")
+        return factors
 
     @property
     def remarks(self) -> dict[str, str]:
-        """What only some runs have, for cards and tables: its name -> what it is."""
+        """Additional rows for cards and tables, which only some runs have: name -> text."""
         steps = len(self.bands)
         noises = {
             SECURE: f"{SECURE}, four float64 draws for each number",
             BANDED: f"{BANDED}, {steps} steps: correlated by banded matrix factorization",
         }
-        found = {
+        texts = {
             "Not protected, as declared public": self.public_dataset,
             "Noise": noises.get(self.noise or ""),
             "Gradient factors": self.gradient_factors
@@ -271,15 +275,15 @@ class Mechanism(Record):
             and f"{self.clipped_apart} and the rest, each to C / √2",
             "Chosen without the data": self.chosen,
         }
-        return {name: said for name, said in found.items() if said is not None}
+        return {name: text for name, text in texts.items() if text is not None}
 
     @property
     def bands(self) -> tuple[float, ...]:
-        """The coefficients c_0 ... c_(b-1) of the noise; 1 alone where it is independent."""
+        """The coefficients c_0 ... c_(b-1) of the noise; ``(1.0,)`` if it is independent."""
         return tuple(json.loads(self.coefficients or "[1.0]"))
 
     def releases(self, steps: int) -> Releases:
-        """Returns so many releases of this mechanism, as `accounting` wants them."""
+        """Return ``steps`` releases of this mechanism, as input for `accounting`."""
         return Releases(
             self.noise_multiplier,
             self.sample_rate,
@@ -289,15 +293,16 @@ class Mechanism(Record):
         )
 
     def counted(self, sessions: Iterable[int]) -> int:
-        """Returns how many steps are accounted for, of so many between a start and a resumption.
+        """Return the number of steps to account for, given the number of releases of each session.
 
-        Where noise is correlated, each begins with new groups and no memory of noise.
+        With b bands, each session counts as a multiple of b steps: it begins with new groups, and
+        with noise that is independent of the sessions before it.
         """
         bands = len(self.bands)
         return sum(-(-steps // bands) * bands for steps in sessions)
 
     def reasons_not_private(self) -> list[str]:
-        """Says why no finite epsilon holds for these parameters; empty if one does."""
+        """Return why these parameters have no finite epsilon; empty if they have one."""
         neighbours = " or ".join(map(repr, Adjacency))
         voided = {
             f"noise_multiplier is {self.noise_multiplier}": self.noise_multiplier == 0,
@@ -310,9 +315,9 @@ class Mechanism(Record):
 
 @dataclass(frozen=True)
 class Release(Record):
-    """``count`` releases in a row of the Poisson-subsampled Gaussian mechanism.
+    """``count`` consecutive releases of the Poisson-subsampled Gaussian mechanism.
 
-    ``sample_rate`` is q, of all examples together; the mechanism says whether they have groups.
+    ``sample_rate`` is q, over all examples. With correlated noise, the rate in a group is b q.
     """
 
     noise_multiplier: float
@@ -321,7 +326,7 @@ class Release(Record):
 
 
 def require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Path) -> None:
-    """Refuses to go on with parameters other than those that the file at ``path`` records."""
+    """Refuse to resume with parameters that differ from those recorded in the file at ``path``."""
     ours, theirs = asdict(given), asdict(recorded)
     differences = [
         f"{name}={ours[name]!r} (recorded: {theirs[name]!r})"
@@ -332,5 +337,5 @@ def require_same_mechanism(given: Mechanism, recorded: Mechanism, path: str | Pa
     require(
         not differences,
         f"cannot resume the run recorded in {path} with {', '.join(differences)}. Its releases "
-        f"were made with the recorded values: pass those, or start a new run.{hints}",
+        f"used the recorded values. Pass those, or start a new run.{hints}",
     )

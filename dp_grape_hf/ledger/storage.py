@@ -30,7 +30,7 @@ _HELD: weakref.WeakValueDictionary[Path, RunLock] = weakref.WeakValueDictionary(
 
 
 FILE_VERSION = 2
-"""Of files as JSON Lines. Version 1, of dp_grape_hf 0.1, was one JSON object with all entries."""
+"""Version of the JSON Lines file. Version 1, of dp_grape_hf 0.1, was one JSON object."""
 
 _FIRST_LINE = json.dumps({"schema_version": FILE_VERSION}).encode()
 
@@ -38,16 +38,15 @@ _FIRST_LINE = json.dumps({"schema_version": FILE_VERSION}).encode()
 
 
 def read_links(path: str | Path) -> tuple[Link, ...]:
-    """Reads the entries of a ledger, and the digests that they claim to have, fitting or not.
+    """Read the entries of a ledger with their stated digests. The digests are not checked.
 
-    The first line of a file holds its version, and each other line an entry. Equal releases in a
-    row have several lines, each of which counts all of them up to there; the last is the entry.
-    A last line without an end was torn by a crash while a release was recorded. It counts as that
-    release if it is the beginning of such a line.
+    The first line of a file contains its version, and each other line an entry. Consecutive equal
+    releases have one line each, which contains the count up to there; the last line is the entry.
+    A last line without a line end was cut by a crash while a release was recorded. It counts as a
+    release if it is the beginning of the line of a release.
 
     Raises:
-        PrivacyError: The file is missing, is not JSON, has another version or holds no such
-            entries.
+        PrivacyError: The file is missing, is not JSON, has an unknown version or invalid entries.
     """
     try:
         content = Path(path).read_bytes()
@@ -70,7 +69,7 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
 
 
 def _json(text: bytes) -> Any:
-    """Returns what a text holds as strict JSON: NaN and Infinity become texts, for no number."""
+    """Return the value of a JSON text. NaN and Infinity become texts, which no number accepts."""
     return json.loads(text.decode("utf-8"), parse_constant=repr, object_pairs_hook=_object)
 
 
@@ -89,10 +88,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _with_torn(links: Sequence[Link], torn: bytes) -> tuple[Link, ...]:
     extended = with_releases(links, runs_of(link.entry for link in links)[-1].mechanism)
-    written = torn.rstrip(b"\0")  # which a file may end with after a power failure
+    written = torn.rstrip(b"\0")  # a file may end with zeros after a power failure
     require(
         line_of(extended[-1]).encode().startswith(written),
-        f"its last line, {written[:80]!r}, is neither whole nor the beginning of a release.",
+        f"its last line, {written[:80]!r}, is neither complete nor the beginning of a release.",
     )
     return extended
 
@@ -101,7 +100,7 @@ def _of_version_1(content: Any) -> tuple[Link, ...]:
     version = content.get("schema_version") if isinstance(content, dict) else None
     require(
         type(version) is int and version == 1,
-        f"schema_version={version!r} is none that is read here (1 and {FILE_VERSION}). "
+        f"schema_version={version!r} is unknown; this version reads 1 and {FILE_VERSION}. "
         "Read the file with the version of dp_grape_hf that wrote it.",
     )
     require_keys(content, {"schema_version", "entries"}, "ledger")
@@ -121,38 +120,38 @@ def _link(content: Any, number: int) -> Link:
 
 
 def line_of(link: Link) -> str:
-    """Returns the line of an entry."""
+    """Return the line of an entry."""
     return json.dumps(encoded(link.entry) | {"digest": link.digest}, allow_nan=False) + "\n"
 
 
 def to_text(links: Sequence[Link]) -> str:
-    """Returns the file that a chain is written as."""
+    """Return the text of the file for a chain."""
     return "".join([f"{_FIRST_LINE.decode()}\n", *map(line_of, links)])
 
 
 class Written(NamedTuple):
-    """The end of a file after the last write of this process; another end means another writer."""
+    """The end of a file after the last write of this process, to notice writes of others."""
 
-    size: int
+    size: int  # bytes
     last: bytes  # the end of the file
-    more: bytes = b""  # what may follow in part, after an error
+    more: bytes = b""  # a line that may follow in part, if writing it failed
 
     @classmethod
     def of(cls, text: str) -> Written:
-        """Returns what the whole file is."""
+        """Return the end of a file with this text."""
         content = text.encode()
         return cls(len(content), content[-_COMPARED:])
 
     def is_in(self, path: Path) -> bool:
-        """Returns whether a file ends with this."""
+        """Return whether a file ends as described."""
         with open(path, "rb") as file:
             file.seek(max(0, self.size - len(self.last)))
-            found = file.read()
-        last, more = found[: len(self.last)], found[len(self.last) :]
+            end = file.read()
+        last, more = end[: len(self.last)], end[len(self.last) :]
         return last == self.last and self.more.startswith(more)
 
     def and_line(self, line: str) -> Written:
-        """Returns what the file is after a line was added."""
+        """Return the end of the file after a line was added."""
         content = (self.last + line.encode())[-_COMPARED:]
         return Written(self.size + len(line.encode()), content)
 
@@ -161,7 +160,7 @@ _COMPARED = 1024  # bytes of the end of a file: some lines, with their digests
 
 
 def append_line(path: Path, size: int, line: str) -> None:
-    """Adds a line to a file of a size, for good, even if the power fails."""
+    """Append a line to the first ``size`` bytes of a file, and wait until it is on the disk."""
     with open(path, "r+b") as file:
         file.truncate(size)
         file.seek(size)
@@ -171,7 +170,7 @@ def append_line(path: Path, size: int, line: str) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all, even if the power fails, and its folder if need be."""
+    """Write a file completely or not at all, even if the power fails; create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -193,9 +192,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 class RunLock:
-    """What `hold` returns. The process gives the lock up when nothing refers to this any more.
+    """A lock made by `hold`. It is released when no object refers to it any more.
 
-    A copy by pickling, in another process, is ``None``: locks do not travel.
+    Pickling it gives ``None``: another process does not hold the lock.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -207,13 +206,14 @@ class RunLock:
 
 
 def hold(path: Path) -> RunLock | None:
-    """Locks the live ledger at ``path``, for this process and all runs in it.
+    """Lock the live ledger at ``path`` for this process and all its runs.
 
-    The lock is on the hidden file ``.<name>.lock`` beside it, which stays there and means nothing
-    by itself. Where files cannot be locked (not POSIX, some network folders), nothing is held.
+    The lock is on the hidden file ``.<name>.lock`` in the same folder. This file stays there and
+    has no meaning without a lock. Returns ``None`` if the system cannot lock the file (Windows,
+    some network folders).
 
     Raises:
-        PrivacyError: another process that is still running holds it.
+        PrivacyError: Another running process holds the lock.
     """
     path = Path(os.path.realpath(path))
     held = _HELD.get(path)
@@ -234,8 +234,8 @@ def hold(path: Path) -> RunLock | None:
     except (BlockingIOError, PermissionError) as error:
         os.close(descriptor)
         raise PrivacyError(
-            f"{path} belongs to a run of another process that has not ended: both would count "
-            "only their own releases. Give each run an output_dir of its own, or end that process."
+            f"{path} belongs to a run of another process that still runs. Both runs would count "
+            "only their own releases. Give each run a separate output_dir, or end that process."
         ) from error
     except OSError as error:
         os.close(descriptor)

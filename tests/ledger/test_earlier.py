@@ -210,7 +210,7 @@ def test_a_look_up_that_fails_is_no_answer(
     assert "\n" not in text
     assert "earlier_data='other'" in text
     assert "earlier_ledger" in text
-    with pytest.raises(PrivacyError, match=r"and earlier_data='same'.*by earlier_ledger"):
+    with pytest.raises(PrivacyError, match=r"and earlier_data='same'.*set earlier_ledger"):
         find_earlier(_OfHub(), make_args(tmp_path, earlier_data="same"))
     assert find_earlier(_OfHub(), make_args(tmp_path, earlier_data="other")) is None
     assert find_earlier(_OfHub(), make_args(tmp_path, method="adam")) is None
@@ -272,10 +272,10 @@ def test_on_the_same_data_the_budget_covers_both_runs(
     )
     assert second.privacy_spent().epsilon == pytest.approx(spent)
     assert second.plan.mechanism.noise_multiplier > 1.02 * alone
-    said = next(r.getMessage() for r in caplog.records if "That leaves" in r.getMessage())
-    assert f"target_epsilon={target:g} is for all runs" in said
-    assert f"spent {rounded_up(spent):.4g} of it. That leaves 2 for the 4 steps" in said
-    assert f"whose noise multiplier is {second.plan.mechanism.noise_multiplier:.4g}" in said
+    said = next(r.getMessage() for r in caplog.records if "This leaves" in r.getMessage())
+    assert f"target_epsilon={target:g} is the budget of all runs" in said
+    assert f"spent {rounded_up(spent):.4g} of it. This leaves 2 for the 4 steps" in said
+    assert f"noise multiplier is {second.plan.mechanism.noise_multiplier:.4g}" in said
     second.train()
     now = second.privacy_spent().epsilon
     assert target * (1 - 1e-3) <= now <= target
@@ -378,7 +378,7 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
     with pytest.raises(PrivacyError) as refusal:
         refused.train()
     text = str(refusal.value)
-    assert text.startswith(f"output_dir={str(first)!r} is that of another run, which {live}")
+    assert text.startswith(f"output_dir={str(first)!r} belongs to another run, which {live}")
     assert "in 4 releases. Go on with it by train(resume_from_checkpoint=...), or give" in text
     assert live.read_text() == before
     answers = {"earlier_ledger": str(live), "earlier_data": "same"}
@@ -399,7 +399,7 @@ def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):
         make_trainer(tmp_path, **settings).train()
-    with pytest.raises(PrivacyError, match="is that of another run"):  # and would be set aside
+    with pytest.raises(PrivacyError, match="belongs to another run"):  # and would be set aside
         make_trainer(tmp_path, method="adam").train()
     (tmp_path / LEDGER_NAME).write_text("{")
     with pytest.raises(PrivacyError, match="no valid privacy ledger"):
@@ -437,9 +437,9 @@ def test_a_run_of_another_process_is_not_joined_while_it_lives(tmp_path: Path) -
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         content = path.read_text()
-        with pytest.raises(PrivacyError, match="another process that has not ended"):
+        with pytest.raises(PrivacyError, match="another process that still runs"):
             Ledger.start(MECHANISM, path)
-        with pytest.raises(PrivacyError, match="another process that has not ended"):
+        with pytest.raises(PrivacyError, match="another process that still runs"):
             Ledger.resume(path, tmp_path / "copy", MECHANISM, updates=0)
         assert path.read_text() == content
         process.kill()
@@ -469,4 +469,4 @@ def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> Non
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     assert done.returncode != 0
-    assert "another process that has not ended" in done.stderr
+    assert "another process that still runs" in done.stderr

@@ -843,8 +843,8 @@ def test_a_file_of_another_schema_gets_one_error_whatever_it_holds(
     with pytest.raises(PrivacyError) as refusal:
         Ledger.load(path)
     assert str(refusal.value).startswith(
-        f"no valid privacy ledger at {path}: schema_version={version} is none that is read here "
-        f"(1 and {FILE_VERSION}). Read the file with the version of dp_grape_hf that wrote it."
+        f"no valid privacy ledger at {path}: schema_version={version} is unknown; this version "
+        f"reads 1 and {FILE_VERSION}. Read the file with the version of dp_grape_hf that wrote it."
     )
     for shape in ("[]", "{}"):
         path.write_text(shape)
