@@ -1,10 +1,11 @@
-"""What leaves the machine, and how to check it.
+"""Save and publish a private model with its ledger and model card, and verify them.
 
-``publisher`` saves a model with its ledger and its card into an empty folder, which replaces what a
-folder of this machine held, or which ``hub`` uploads as one commit. ``statement`` says what a
-ledger allows to claim, ``card`` puts it into a model card, and ``configs`` takes local paths out of
-what was saved. ``verification`` compares card, files and ledger with each other. ``adapter`` saves
-what a run changed as an adapter of PEFT, and ``model_files`` knows the files of a model.
+``publisher`` saves a model with its ledger and its card into an empty folder. The files then
+replace the files of a local folder, or ``hub`` uploads them as one commit. ``statement`` writes the
+privacy claim that a ledger supports, ``card`` writes the model card around it, and ``configs``
+removes local paths from the saved configs. ``verification`` compares card, files and ledger.
+``adapter`` saves the change of a run as a PEFT adapter, and ``model_files`` lists the files of a
+model.
 """
 
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of

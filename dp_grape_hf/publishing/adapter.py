@@ -1,13 +1,14 @@
-"""A trained model as an adapter of PEFT: what training changed, beside a base that stays as it was.
+"""Save the change that training made to a model as a PEFT adapter of the unchanged base model.
 
-A projected weight moves by ``Z P^T`` or ``P Z``, so its change over a run is the sum of one such
-product for each P: LoRA's ``B A``, of rank r times the number of projections. All else that was
-trained is saved whole, with the modules that it lies in.
+Training adds ``Z P^T`` or ``P Z`` to a projected weight, so the total change is the sum of one such
+product for each P. This is LoRA's ``B A``, with a rank of r times the number of projections. The
+modules of all other trained parameters are saved completely.
 
-PEFT makes the layout: it adapts a copy of the model that has no numbers, and what it would save of
-that is filled in. So a model that it would adapt otherwise is refused before training.
+PEFT determines the tensor names and shapes: it adapts a copy of the model on the meta device. The
+adapter of a run must have exactly these tensors. A model for which this fails is refused before
+training.
 
-Shapes: m x n a weight as stored, r the rank of one P, R that of a whole change.
+Shapes: m x n a weight as stored, r the rank of one P, R the rank of the total change.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import MATRIX_LAYERS, shared_parameters
 from dp_grape_hf.publishing.model_files import ADAPTER
 
-_PREFIX = "base_model.model."  # PEFT's, before the name of a module
+_PREFIX = "base_model.model."  # PEFT puts it before the name of a module
 _BIAS = ".base_layer.bias"
 _INSTEAD = "Save the whole model: save_as='model'."
 
 
 def adapters_of(model: Any) -> Mapping[str, Any]:
-    """Returns the configs of the adapters of PEFT that a model has, by their names."""
+    """Return the configs of a model's PEFT adapters, by the names of the adapters."""
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     return configs
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Which modules of a model an adapter holds, and how.
+    """The modules of a model that an adapter contains, as low-rank factors or completely.
 
     Attributes:
-        low_rank: path of a module -> the name of its weight, which gets factors.
-        whole: paths of modules that are saved as they are.
+        low_rank: path of a module -> the name of its weight, which gets low-rank factors.
+        whole: paths of modules that are saved completely.
         biases: whether biases of the modules in ``low_rank`` were trained.
-        tied: whether PEFT is to keep modules in ``whole`` tied; others that share are saved each.
-        bare: the model, of shapes and types only.
+        tied: whether PEFT keeps modules in ``whole`` tied. Otherwise each is saved separately.
+        bare: the model on the meta device.
     """
 
     low_rank: Mapping[str, str]
@@ -62,22 +63,22 @@ class Adapter:
     def of(
         cls, model: nn.Module, trained: Iterable[nn.Parameter], projected: Iterable[str]
     ) -> Adapter:
-        """Returns the adapter of a model.
+        """Return the adapter of a model.
 
         Args:
-            model: before training.
-            trained: its parameters that are trained.
-            projected: the names of those whose change has low rank. Factors get the weights of
-                ``nn.Linear`` and ``Conv1D`` among them that lie in no module that is saved whole,
-                and have no other name.
+            model: the model before training.
+            trained: the trained parameters.
+            projected: the names of the parameters whose change has low rank. Of these, the weights
+                of ``nn.Linear`` and ``Conv1D`` get low-rank factors, unless they are shared or in a
+                module that is saved completely.
 
         Raises:
-            PrivacyError: no weight gets factors, or PEFT cannot save it so; with what to do.
+            PrivacyError: no weight gets factors, or PEFT cannot save the model in this way.
         """
         if adapters_of(model):
             raise PrivacyError(
-                "save_as='adapter' makes an adapter of what a run changed, and the model has an "
-                f"adapter of PEFT already. Merge it first, by merge_and_unload(). {_INSTEAD}"
+                "save_as='adapter' makes an adapter of the change of a run, but the model already "
+                f"has an adapter of PEFT. Merge it first, by merge_and_unload(). {_INSTEAD}"
             )
         shared = shared_parameters(model)
         modules = dict(model.named_modules(remove_duplicate=False))
@@ -99,22 +100,22 @@ class Adapter:
                 owners[path] = name
         if "" in owners:
             raise PrivacyError(
-                f"save_as='adapter': {owners['']} is a parameter of the model itself, and PEFT "
-                f"saves modules in it. Freeze it by requires_grad_(False). {_INSTEAD}"
+                f"save_as='adapter': {owners['']} is a parameter of the model itself, but PEFT "
+                f"saves only submodules. Freeze it by requires_grad_(False). {_INSTEAD}"
             )
-        # PEFT saves every module whose path ends so, and all that is in it.
+        # PEFT saves every module whose path ends with the given one, with all its submodules.
         named = [path for path in modules if path.endswith(tuple(owners))] if owners else []
         whole = tuple(path for path in named if not _is_in(path, [o for o in named if o != path]))
         around = [n for o, n in owners.items() if any(_is_in(path, [o]) for path in low_rank)]
         low_rank = {path: name for path, name in low_rank.items() if not _is_in(path, whole)}
         if not low_rank:
             raise PrivacyError(
-                "save_as='adapter': no weight's change would be saved as one of low rank. "
+                "save_as='adapter': no weight would be saved as low-rank factors. "
                 + (
                     f"PEFT saves the whole module that {around[0]} is in, and {len(around)} such "
-                    "modules have all projected weights in them: freeze these parameters. "
+                    "modules contain all projected weights. Freeze these parameters. "
                     if around
-                    else "No weight of a linear layer is projected and has only one name. "
+                    else "No projected weight is the weight of one linear layer alone. "
                 )
                 + _INSTEAD
             )
@@ -123,7 +124,7 @@ class Adapter:
         bare = _without_numbers(model)
         found = cls(low_rank, whole, bool(biases & low_rank.keys()), bool(tied), bare)
         try:
-            found._adapted()  # which PEFT may refuse
+            found._adapted()  # PEFT may raise
         except PrivacyError:
             if not tied:
                 raise
@@ -132,14 +133,14 @@ class Adapter:
         return found
 
     def require_smaller(self, ranks: Mapping[str, int], periods: int) -> None:
-        """Refuses a run whose factors would have as many numbers as the weights.
+        """Refuse a run whose factors would have at least as many elements as the weights.
 
         Args:
             ranks: name of a weight -> r.
-            periods: how many P each weight meets.
+            periods: the number of projections of each weight in the run.
 
         Raises:
-            PrivacyError: naming the weight, the numbers and what to do.
+            PrivacyError: the factors of a weight are not smaller than the weight.
         """
         for name in self.low_rank.values():
             m, n = self.bare.get_parameter(name).shape
@@ -155,8 +156,8 @@ class Adapter:
             )
             raise PrivacyError(
                 f"save_as='adapter': the change of {name}, {m} x {n}, would have rank "
-                f"{ranks[name]} x {periods} projections = {rank}, and its factors {rank * (m + n)} "
-                f"numbers, where the weight has {m * n}. {advice}. {_INSTEAD}"
+                f"{ranks[name]} x {periods} projections = {rank}. Its factors would have "
+                f"{rank * (m + n)} numbers, and the weight has {m * n}. {advice}. {_INSTEAD}"
             )
 
     def save(
@@ -165,19 +166,19 @@ class Adapter:
         factors: Mapping[str, tuple[Tensor, Tensor]],
         folder: Path,
     ) -> None:
-        """Writes ``adapter_model.safetensors`` and ``adapter_config.json``.
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``.
 
-        ``peft.PeftModel.from_pretrained(base, folder)`` then is the trained model, for the base
-        that training began with.
+        ``peft.PeftModel.from_pretrained(base, folder)`` then returns the trained model, where
+        ``base`` is the model before training.
 
         Args:
-            tensors: of the model's ``state_dict``, after training.
-            factors: name of a weight -> (m, R) and (R, n), whose product was added to it; it is
-                left out if nothing was. The adapter has the largest R; others gain zeros.
-            folder: which is made if need be.
+            tensors: the model's ``state_dict`` after training.
+            factors: name of a weight -> (m, R) and (R, n), whose product was added to the weight.
+                Unchanged weights are left out. Factors of a smaller R are padded with zeros.
+            folder: the folder to write to; created if needed.
 
         Raises:
-            PrivacyError: the model's modules are others than when this was made.
+            PrivacyError: the model's modules changed since this adapter was made.
         """
         rank = max((left.shape[1] for left, _ in factors.values()), default=1)
         adapted, layout = self._adapted(rank)
@@ -199,30 +200,30 @@ class Adapter:
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         if wrong := sorted(name for name in layout if layout[name] != shapes.get(name)):
             raise PrivacyError(
-                f"save_as='adapter': {wrong[0]} has shape {shapes.get(wrong[0])}, and PEFT expects "
+                f"save_as='adapter': {wrong[0]} has shape {shapes.get(wrong[0])}, but PEFT expects "
                 f"{layout[wrong[0]]}. The model was changed after the trainer was made. {_INSTEAD}"
             )
         folder.mkdir(parents=True, exist_ok=True)
-        # Copied, as a file of safetensors shares no tensors.
+        # Copied: a file of safetensors cannot contain shared tensors.
         kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in values.items()}
         save_file(kept, folder / ADAPTER, metadata={"format": "pt"})
         config = adapted.peft_config["default"]
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules)
-        config.modules_to_save = list(self.whole) or None  # PEFT took out what is tied
+        config.modules_to_save = list(self.whole) or None  # PEFT removed the tied modules
         config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
         made = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=made)
 
     def _adapted(self, rank: int = 1) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """Returns PEFT's model of what is bare, and the shapes that it would save."""
-        import peft  # not above, because that takes seconds
+        """Return PEFT's model around ``bare``, and the shapes of the tensors that it would save."""
+        import peft  # imported here, because it takes seconds
 
-        model = copy.deepcopy(self.bare)  # PEFT changes what it adapts
+        model = copy.deepcopy(self.bare)  # PEFT changes the model that it adapts
         layers = [model.get_submodule(path) for path in self.low_rank]
         config = peft.LoraConfig(
             r=rank,
-            lora_alpha=rank,  # so that B A counts once
+            lora_alpha=rank,  # so that B A is scaled by 1
             target_modules=sorted(self.low_rank),
             modules_to_save=list(self.whole) or None,
             bias="lora_only" if self.biases else "none",
@@ -238,7 +239,7 @@ class Adapter:
                     f"save_as='adapter': PEFT cannot adapt this model: {error} {_INSTEAD}"
                 ) from error
             saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
-        # It knows embeddings by their names, and says so where it finds none to tie.
+        # PEFT finds embeddings by their names, and warns if it finds none to tie.
         if self.tied and any("ensure_weight_tying" in f"{one.message}" for one in said):
             raise PrivacyError(f"save_as='adapter': PEFT cannot tie {self.whole}. {_INSTEAD}")
         shapes = {name: tuple(value.shape) for name, value in saved.items()}
@@ -247,20 +248,20 @@ class Adapter:
         # Biases may be missing: some versions of PEFT leave them out.
         if other := {name for name in shapes if not name.endswith(_BIAS)} ^ expected:
             raise PrivacyError(
-                f"save_as='adapter': PEFT would save {', '.join(sorted(other)[:3])} and "
-                f"{len(other)} such tensors in all otherwise than the run trained them, as names "
-                f"of modules of this model end like others. {_INSTEAD}"
+                f"save_as='adapter': PEFT would not save exactly the trained tensors; {len(other)} "
+                f"differ, such as {', '.join(sorted(other)[:3])}. Paths of modules of this model "
+                f"end with the path of another module. {_INSTEAD}"
             )
         return adapted, shapes
 
 
 def _is_in(path: str, places: Iterable[str]) -> bool:
-    """Whether a path is one of some modules, or of what is in them."""
+    """Return whether a path is one of ``places`` or inside one of them."""
     return any(f"{path}.".startswith(f"{place}.") for place in places)
 
 
 def _without_numbers(model: nn.Module) -> nn.Module:
-    """Returns a copy of a model whose tensors have shapes and types only."""
+    """Return a copy of a model on the meta device, with shapes and types but no values."""
     known: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")

@@ -1,9 +1,9 @@
-"""The model card: what the ledger says, and nothing that the training data could leak through.
+"""Write the model card of a private model from its ledger, without any training data.
 
-What ``statement`` says stands between two marks, and the tag `statement.TAG` if it is of a
-guarantee. The rest is for the publisher to keep, change or take out.
+The statement (see ``statement``) is between two marks. The card has the tag `statement.TAG` if the
+run has a guarantee. The publisher may keep, change or remove the rest of the card.
 
-The text is in ``card.md``, beside this file; here are the numbers and what they allow to say.
+The text of the card is the template ``card.md`` in this folder.
 """
 
 from __future__ import annotations
@@ -38,16 +38,18 @@ _TEMPLATE = Path(__file__).with_suffix(".md")
 
 @dataclass(frozen=True)
 class CardDetails:
-    """What a publisher declares beside the ledger. Nothing here is computed from training data.
+    """Information for the card that is not in the ledger. Nothing is computed from training data.
 
-    ``metrics`` appear only with ``metrics_are_public``, which says whether the evaluation data they
-    were computed on is public. ``repo_id``, ``base_model`` and ``datasets`` are names on the Hub;
-    ``pipeline_tag`` is the Hub's name of a task, such as text-classification; it follows from
-    ``model_class``, the name of the model's class, if it is not given. ``hyperparameters`` are
-    settings by name, besides those of the ledger.
+    Attributes:
+        repo_id: the model's name on the Hub; ``base_model`` and ``datasets`` are names there, too.
+        pipeline_tag: the Hub's name of the task, such as text-classification. By default it follows
+            from ``model_class``, the name of the model's class.
+        metrics: name -> value.
+        metrics_are_public: whether the evaluation data of ``metrics`` are public.
+        hyperparameters: name -> value of settings that are not in the ledger.
 
     Raises:
-        PrivacyError: metrics are given without saying whether their data is public.
+        PrivacyError: ``metrics`` are given without ``metrics_are_public``.
     """
 
     repo_id: str | None = None
@@ -67,8 +69,8 @@ class CardDetails:
     def __post_init__(self) -> None:
         if self.metrics and self.metrics_are_public is None:
             raise PrivacyError(
-                f"metrics={dict(self.metrics)!r} with metrics_are_public=None: say whether the "
-                "data they were computed on is public. A card never shows them without."
+                f"metrics={dict(self.metrics)!r} with metrics_are_public=None: the card has to "
+                "say whether the evaluation data are public. Set metrics_are_public."
             )
 
 
@@ -88,21 +90,21 @@ def declare(
     dataset_name: str | list[str] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> CardDetails:
-    """Returns details with more declared, in the words of ``Trainer.create_model_card``.
+    """Return updated card details, from the arguments of ``Trainer.create_model_card``.
 
     Args:
-        details: what was declared before; what is None below stays as it is.
-        eval_data_is_public: whether the data of ``metrics`` is.
-        language: of the model; the next three as the Hub calls them, too.
-        license: of the weights.
-        tags: besides our own.
+        details: the current details. Arguments below that are None do not change them.
+        eval_data_is_public: whether the data of ``metrics`` are public.
+        language: the language of the model.
+        license: the license of the weights.
+        tags: further tags on the Hub.
         model_name: the title.
         finetuned_from: the base model.
-        tasks: the Hub shows one, the first.
-        dataset_tags: names on the Hub.
-        dataset: the same, unless ``dataset_tags`` are given, beside which it is a title.
-        dataset_args: configurations of a data set, for which the card has no place.
-        dataset_name: the same as ``dataset_tags``, as TRL calls it.
+        tasks: tasks on the Hub; only the first one is used.
+        dataset_tags: names of data sets on the Hub.
+        dataset: the same as ``dataset_tags``, which have precedence.
+        dataset_args: ignored; the card does not show configurations of data sets.
+        dataset_name: TRL's name of ``dataset_tags``.
         metrics: name -> value, such as ``{"accuracy": 0.9}``.
     """
     task = tasks[0] if isinstance(tasks, list) and tasks else tasks
@@ -123,21 +125,21 @@ def declare(
 def render(
     ledger: Ledger, details: CardDetails | None = None, *, updates: int | None = None
 ) -> str:
-    """Returns the card of a saved model as Markdown with the Hub's metadata.
+    """Return the card of a saved model as Markdown with the Hub's metadata.
 
     Args:
         ledger: the ledger saved with the weights.
-        details: what the publisher declares beside it.
-        updates: how many updates the weights contain, if the ledger was not saved with any.
+        details: information that is not in the ledger.
+        updates: the number of updates in the weights, if the ledger does not record saved weights.
 
     Raises:
-        PrivacyError: the ledger is incomplete: it belongs to no weights, or has no δ.
+        PrivacyError: the number of updates is not known, or the ledger has no δ.
     """
     details = details or CardDetails()
     if ledger.updates is None and updates is None:
         raise PrivacyError(
-            "updates=None: this ledger was not saved with any weights, so there is no model that "
-            "it could speak for. Take the one that lies beside the weights, or call save_model()."
+            "updates=None: this ledger does not record saved weights, so it describes no model. "
+            "Use the ledger that is next to the weights, or call save_model() first."
         )
     mechanism, epsilon = ledger.mechanism, ledger.epsilon()
     reasons, spent = without_guarantee(ledger, epsilon), epsilon_text(epsilon)
@@ -182,22 +184,22 @@ def render(
 
 
 def renewed(written: str, rendered: str, declared: Collection[str] = ()) -> str:
-    """Returns a card with a new statement; the rest stays its author's.
+    """Return a card with a new statement and claim; the author's other text is not changed.
 
     Args:
-        written: the card as it is.
-        rendered: the card that ``render`` makes of the ledger. Its claim replaces the claim in the
-            metadata; other keys are added if ``written`` does not have them.
-        declared: keys of the metadata that replace those of ``written``.
+        written: the existing card.
+        rendered: the card that ``render`` makes from the ledger. Its claim replaces the claim in
+            the metadata. Other metadata are added if ``written`` does not have them.
+        declared: keys of the metadata whose values are replaced by the values of ``rendered``.
 
     Raises:
-        PrivacyError: ``written`` has not one statement between two marks, or unreadable metadata.
+        PrivacyError: ``written`` does not have exactly one statement, or has unreadable metadata.
     """
     stated, data = statement_in(written), read_metadata(written)
     if data is None:
         raise PrivacyError(
             "The metadata between the two lines '---' at the top of the card cannot be read as "
-            "YAML. Mend them, or move the card away to have a new one written."
+            "YAML. Correct them, or move the card away and write a new one."
         )
     ours = read_metadata(rendered) or {}
     theirs = [tag for tag in data.get("tags") or [] if not is_tag(f"{tag}")]
@@ -224,13 +226,13 @@ _TASKS = {
 
 
 def _task_of(model_class: str | None) -> str | None:
-    """Returns the Hub's name of the task of a model class; None if it is not known."""
+    """Return the Hub's name of the task of a model class; None if it is not known."""
     name = model_class or ""
     return next((task for end, task in _TASKS.items() if name.endswith(end)), None)
 
 
 def _results(details: CardDetails, task: str | None) -> list[EvalResult] | None:
-    """Returns public metrics for the model index of the Hub; None if there are none."""
+    """Return public metrics for the model index of the Hub; None if there are none."""
     if not details.metrics or not details.metrics_are_public or task is None:
         return None
     names = [details.datasets] if isinstance(details.datasets, str) else details.datasets
@@ -248,7 +250,7 @@ def _results(details: CardDetails, task: str | None) -> list[EvalResult] | None:
 
 
 def _usage(details: CardDetails, task: str | None) -> str | None:
-    """Returns code that loads the model; None if neither class nor task is known."""
+    """Return code that loads the model; None if neither class nor task is known."""
     place = repr(details.repo_id or ".")
     if details.model_class is None or not details.model_class.isidentifier():
         if task is None:

@@ -1,7 +1,7 @@
-"""Places on this machine, other weights and code that the configs of a saved model name.
+"""Find and remove config entries that name local paths, other weights or code.
 
-A config is a JSON file that is saved with the weights. The library that saves it notes in it where
-a model was loaded from. An entry of it can send a loader to weights of another name, or to code.
+A config is a JSON file that is saved with the weights. Libraries write into it where a model was
+loaded from. An entry can make a loader read weights of another name, or run code.
 """
 
 import json
@@ -23,13 +23,13 @@ WEIGHTS, CODE = "weights", "code"
 OnHub = Callable[[str], bool]
 
 _PLACE = re.compile(r"(name_or_path|_file|_path|_dir|^path|^dir|^file)$")
-# Text that is a path, whatever its key.
+# Text that is a path, under any key.
 _PATH = re.compile(r"~\w*[/\\]|\.\.?/|(file|local):/|[A-Za-z]:[\\/]|\\\\\w|/[^/]+/[^/]")
 # Entries from which transformers and PEFT read other weights, or another config.
 _WEIGHTS = {"transformers_weights", "configuration_files", "prompt_tuning_init_state_dict_path"}
 _CODE = {"auto_map", "custom_pipelines"}
 _KERNEL = "_implementation"  # a repository with code, if it has a slash
-# Texts of a tokenizer, which may look like a path.
+# Keys of tokenizer texts, which may look like a path.
 _TEXTS = re.compile(r"chat_template|.*_tokens?|added_tokens_decoder")
 
 
@@ -42,7 +42,7 @@ def json_of(path: Path) -> Any:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether a model's name can be one on the Hub: no path, and nothing that lies here."""
+    """Return whether a name can be a model on the Hub: it is valid there, and no local path."""
     try:
         validate_repo_id(name)
     except HFValidationError:
@@ -51,31 +51,31 @@ def is_hub_name(name: str) -> bool:
 
 
 def clean_configs(folder: Path, on_hub: OnHub) -> None:
-    """Take the places on this machine out of the configs that were just saved to be published.
+    """Remove local paths from the configs in a folder, before it is published.
 
     Args:
-        folder: holds what was saved, and nothing else.
-        on_hub: whether a name in a config can be one on the Hub.
+        folder: a folder that contains only the saved model.
+        on_hub: returns whether a name in a config can be a model on the Hub.
 
     Raises:
-        PrivacyError: a config sends loaders to other weights.
+        PrivacyError: a config makes loaders read other weights.
     """
     for path in sorted(folder.rglob("*config.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         clean = without_paths(content, on_hub)
         for key, value in ((k, v) for k, v, to in sent_elsewhere(clean) if to == WEIGHTS):
             raise PrivacyError(
-                f"{path.name} says {key}={value!r}, so loaders would take weights that the ledger "
-                "does not speak for. Take that entry out of the model's config, and publish again."
+                f"{path.name} says {key}={value!r}, so loaders would read weights that are not in "
+                "the ledger. Remove that entry from the model's config, and publish again."
             )
         if clean != content:
             path.write_text(f"{json.dumps(clean, indent=2, ensure_ascii=False)}\n", "utf-8")
 
 
 def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> Any:
-    """Return the content of a config without the entries that name places on this machine.
+    """Return the content of a config without entries that name local paths.
 
-    It stands under a ``key``; ``on_hub`` says whether a name can be one on the Hub.
+    ``key`` is the key of this content. ``on_hub`` returns whether a name can be one on the Hub.
     """
     if _TEXTS.fullmatch(key):
         return content
@@ -88,9 +88,9 @@ def without_paths(content: Any, on_hub: OnHub = is_hub_name, key: str = "") -> A
 
 
 def sent_elsewhere(content: Any) -> Iterator[tuple[str, Any, str]]:
-    """Yield key, value and kind of the entries that send loaders to `WEIGHTS` or `CODE` elsewhere.
+    """Yield key, value and kind of the entries that make loaders read other `WEIGHTS` or `CODE`.
 
-    Weights have another name than loaders expect; code is not of their library.
+    Such weights have another name than loaders expect. Such code is not a part of the library.
     """
     pairs = content.items() if isinstance(content, dict) else ()
     for key, value in pairs:
@@ -103,7 +103,7 @@ def sent_elsewhere(content: Any) -> Iterator[tuple[str, Any, str]]:
 
 
 def _is_place(key: str, value: Any, on_hub: OnHub) -> bool:
-    """Whether a value is a path on this machine, or could be one of another, or its key is."""
+    """Return whether a key or a value is a path, or names something that is not on the Hub."""
     if _PATH.match(key):
         return True
     if not isinstance(value, str) or len(value) < 2 or _TEXTS.fullmatch(key):

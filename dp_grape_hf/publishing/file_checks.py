@@ -1,10 +1,10 @@
-"""Whether the files of a saved model are those that its ledger digests. Part of ``verification``.
+"""Compare the files of a saved model with the digests in its ledger. Part of ``verification``.
 
 Guarantee:
     Each file that was saved with the model has the digest that the ledger recorded, or is reported.
-    So is each other file that is weights by its name, wherever it lies in the folder, and each
-    config that sends a loader to files that the ledger does not digest, or to code.
-    Folders with a separate ledger are not looked into.
+    Each other file with a name of weights, anywhere in the folder, is reported too. So is each
+    config that makes a loader read files whose digests are not in the ledger, or run code.
+    Folders with a separate ledger are not checked.
 """
 
 import json
@@ -28,15 +28,15 @@ OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
 _CONFIG = re.compile(r"config.*\.json$|\.index\.json$")
 _ELSEWHERE = {
     CODE: "code, which may load anything and is not in the ledger",
-    WEIGHTS: "sends loaders to a file that the ledger does not stand for",
+    WEIGHTS: "makes loaders read a file that is not in the ledger",
 }
-_GENERATE = "custom_generate/generate.py"  # which transformers runs if it may run code
+_GENERATE = "custom_generate/generate.py"  # transformers runs it if trust_remote_code is set
 
 
 class Check(NamedTuple):
-    """One comparison: what somebody states, what was found, and whether the two agree.
+    """One comparison of a stated value with the value found.
 
-    ``status`` is `OK`, `MISMATCH`, or `ABSENT` where there is nothing to compare.
+    ``status`` is `OK`, `MISMATCH`, or `ABSENT` if there is nothing to compare.
     """
 
     what: str
@@ -46,18 +46,18 @@ class Check(NamedTuple):
 
 
 def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
-    """Compare the files of a folder with those that its ledger digests."""
+    """Compare the files of a folder with the digests in its ledger."""
     if folder is None:
         yield Check("weights", ABSENT, "-", "a file was given, not a folder")
         return
     files, others = files_in(folder)
     saved = ledger.saved
     recorded = saved[-1].files if saved else {}
-    files |= {name: folder / name for name in recorded if (folder / name).is_file()}  # by a link
+    files |= {name: folder / name for name in recorded if (folder / name).is_file()}  # linked files
     digests = {n: digest(files[n]) for n in files if n in recorded or is_weights(n)}
     yield from _of_the_digests(saved, recorded, digests)
     if CONFIG in files and CONFIG not in recorded:
-        found = "not in the ledger, which may be of a version that digested weights alone"
+        found = "not in the ledger; version 0.1 recorded digests of weights only"
         yield Check(CONFIG, ABSENT, "-", found)
     for name, path in files.items():
         if _CONFIG.search(path.name):
@@ -65,7 +65,7 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
     if _GENERATE in files:
         yield Check(_GENERATE, MISMATCH, "-", "code, which is not in the ledger")
     if others:
-        found = "each has a ledger of its own: verify it by its path"
+        found = "each has a separate ledger: verify it by its path"
         yield Check("other folders", ABSENT, ", ".join(others), found)
 
 
@@ -73,13 +73,13 @@ def _of_the_digests(
     saved: list[Weights], recorded: Mapping[str, str], found: Mapping[str, str]
 ) -> Iterator[Check]:
     places = {PurePosixPath(name).parent for name in found if is_weights(name)}
-    # Two saves of the same model may differ: what is published is saved without local paths.
+    # Two saves of the same model may differ: a published one has no local paths.
     now = [entry.files for entry in saved if entry.updates == saved[-1].updates]
     for name in sorted(recorded.keys() | found.keys()):
         ours, weights = recorded.get(name), is_weights(name)
         what = f"weights: {name}" if weights else name
         if name not in found:
-            part = weights and PurePosixPath(name).parent in places  # its other parts are here
+            part = weights and PurePosixPath(name).parent in places  # other weights are here
             yield Check(what, MISMATCH if part else ABSENT, str(ours)[:12], "no such file here")
         elif ours is None:
             known = [other for other in recorded if recorded[other] == found[name]]
@@ -97,7 +97,7 @@ def _of_the_digests(
 
 
 def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str]) -> Iterator[Check]:
-    """Report the entries of a config that send a loader to other weights or to code."""
+    """Report the entries of a config that make a loader read other weights or run code."""
     entries = content if isinstance(content, dict) else {}
     for key, value, to in sent_elsewhere(content):
         yield Check(f"{path}: {key}", MISMATCH, _short(value), _ELSEWHERE[to])
@@ -110,11 +110,11 @@ def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str])
         if other := sorted(part for part in sent if f"{path.parent / part}" not in recorded):
             yield Check(what, MISMATCH, _short(other), "not among the weights of the ledger")
     if path.name == ADAPTER_CONFIG:
-        beside = [known for known in map(PurePosixPath, recorded) if known.parent == path.parent]
-        if not any("adapter_model." in known.name for known in beside):
-            found = "makes loaders take an adapter"
+        same_folder = [n for n in map(PurePosixPath, recorded) if n.parent == path.parent]
+        if not any("adapter_model." in known.name for known in same_folder):
+            found = "makes loaders load an adapter"
             yield Check(f"{path}", MISMATCH, "unknown to the ledger", found)
-        found = "the ledger is of the adapter: it does not know the weights of its base"
+        found = "the ledger records the adapter, and not the weights of its base model"
         yield Check(f"{path}: base", ABSENT, _short(entries.get(BASE)), found)
 
 

@@ -1,7 +1,7 @@
-"""The upload of a model that was just saved in an empty folder, as one commit.
+"""Upload a saved model, with its ledger and its card, as one commit to the Hub.
 
-The Hub shows a commit whole or not at all. So the weights never appear without the ledger and the
-card that speak for them, and a push that fails leaves what was there.
+The Hub shows all files of a commit or none. So weights never appear without their ledger and card,
+and a failed push does not change the repository.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 
 class Repository:
-    """A model repository on the Hub.
+    """A model repository on the Hub, which is created if it does not exist.
 
-    Making one creates the repository if there is none. `Publisher.open` has the arguments.
+    `Publisher.open` documents the arguments.
     """
 
     def __init__(self, name: str, *, token: str | None = None, private: bool | None = None) -> None:
@@ -39,7 +39,7 @@ class Repository:
         try:
             url = self._api.create_repo(name, token=token, private=private, exist_ok=True)
         except Exception as error:
-            error.add_note(f"The repository {name} could not be made or opened. {_advice(error)}")
+            error.add_note(f"The repository {name} cannot be created or opened. {_advice(error)}")
             raise
         self.repo_id = url.repo_id
 
@@ -49,7 +49,7 @@ class Repository:
         return any(not push.done() for push in self._pushes)
 
     def wait(self) -> None:
-        """Waits for the pushes in the background. A failed one has been logged when it failed."""
+        """Wait for the pushes in the background. Failed pushes are logged."""
         wait(self._pushes)
         self._pushes.clear()
 
@@ -67,16 +67,17 @@ class Repository:
         """Save a model into an empty folder, and publish this folder in one commit.
 
         Args:
-            save: saves the model with its ledger and its card in the folder that it receives.
-            workspace: where the empty folder is made. It is removed when the push is done.
+            save: saves the model with its ledger and its card in the given folder.
+            workspace: the folder in which the empty folder is created. The empty folder is
+                removed when the push is done.
             places: the folders of the repository that receive the files.
             message, token, revision, background: as in `Publisher.push`.
 
         Raises:
-            PrivacyError: the repository holds weights of another origin, or the files changed
+            PrivacyError: the repository contains weights of another origin, or the files changed
                 after they were saved.
-            Exception: what ``save`` and ``huggingface_hub`` raise; of the latter with a note that
-                says what is published.
+            Exception: an error of ``save``, or of ``huggingface_hub`` with a note about the state
+                of the repository.
         """
         workspace.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=".publishing-", dir=workspace))
@@ -116,8 +117,8 @@ class Repository:
             pauses = iter(_WAITS)
             while True:
                 try:
-                    # Made anew, as the client marks what it has sent. What has arrived is not sent
-                    # again, so a commit whose answer was lost is not made twice.
+                    # New objects for each try, as the client marks the files that it has sent. It
+                    # does not send files that arrived, nor make a commit without a change.
                     adds = [CommitOperationAdd(str(to), file) for to, file in targets.items()]
                     return self._api.create_commit(
                         self.repo_id, adds, commit_message=message, token=token, revision=revision
@@ -132,9 +133,8 @@ class Repository:
             raise
         except Exception as error:
             error.add_note(
-                f"Nothing of this push is visible in {self.repo_id}, unless only the answer was "
-                f"lost; then all of it is. What was published before is as it was. "
-                f"{_advice(error)}"
+                f"{self.repo_id} shows no file of this push, or all of them if only the Hub's "
+                f"answer was lost. Other files there were not changed. {_advice(error)}"
             )
             raise
         finally:
@@ -151,21 +151,21 @@ class Repository:
             str(p) for p in found if is_weights(p.name) or p.name.lower() == ADAPTER_CONFIG
         ):
             raise PrivacyError(
-                f"{self.repo_id} holds {', '.join(foreign)}, which this run did not make, and the "
-                "card and ledger beside them would seem to speak for them. Delete them there, or "
+                f"{self.repo_id} contains {', '.join(foreign)}, which this run did not make. The "
+                "card and the ledger would seem to describe them. Delete these files there, or "
                 "publish under another hub_model_id."
             )
 
 
 def _require_as_saved(folder: Path) -> None:
-    """Refuse a folder that holds other files than its ledger digests."""
+    """Refuse a folder whose files differ from the digests in its ledger."""
     saved = Ledger.load(folder / LEDGER_NAME).saved
     recorded, found = saved[-1].files if saved else {}, digests(folder)
     if other := sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n)):
         raise PrivacyError(
             f"{', '.join(other)} in {folder} changed after the model was saved there, so the "
-            "ledger does not speak for it. Nothing was sent. Find out what writes there, and push "
-            "again."
+            "ledger does not describe it. Nothing was sent. Find the program that writes there, "
+            "and push again."
         )
 
 
@@ -180,7 +180,7 @@ def _statuses(error: BaseException) -> list[int]:
 
 
 def _is_final(error: Exception) -> bool:
-    """Whether the same request would fail again: it was refused, or could not be made."""
+    """Return whether the same request would fail again: it was refused, or is invalid."""
     refused = any(400 <= s < 500 and s not in (408, 409, 412, 429) for s in _statuses(error))
     return refused or isinstance(error, ValueError | TypeError | OfflineModeIsEnabled)
 

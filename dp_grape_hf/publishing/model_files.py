@@ -1,4 +1,4 @@
-"""The files of a saved model: their names, their digests, which are weights, which are whole."""
+"""The files of a saved model: their names, their digests, and checks for damaged files."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ from dp_grape_hf.publishing.configs import BASE, json_of
 MODEL, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-# What a Trainer writes, ours included.
+# Files that a Trainer writes.
 _WRITTEN = re.compile(
     r"(?:(model|pytorch_model|adapter_model)|adapter_config|optimizer|scheduler|scaler|config"
     r"|generation_config|tokenizer|tokenizer_config|trainer_state|run_choices)"
@@ -26,17 +26,18 @@ _WRITTEN = re.compile(
 _SUFFIXES = (
     *(".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".gguf"),
     *(".onnx", ".npz", ".distcp"),
-    ".index.json",  # says in which file a weight is, where there are several
+    ".index.json",  # maps weights to files, if there are several files
 )
-# What the Trainer and accelerate save beside weights; it stays on the machine that trains. No
-# loader takes a file of these names, unless an index sends it there, which `verify` looks into.
+# State of the training that the Trainer and accelerate save next to the weights. It is not
+# published. Loaders do not read files of these names, unless an index names them; `verify` checks
+# indices.
 _OTHERS = re.compile(
     r"training_args\.bin|(optimizer|scheduler|scaler|rng_state|random_states)(_\d+)?\.(bin|pkl|pth?)"
 )
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of that name is weights, and not what a trainer keeps beside them."""
+    """Return whether a file name is a name of weights, and not of a trainer's state."""
     lower = name.lower()
     return lower.endswith(_SUFFIXES) and not _OTHERS.fullmatch(lower)
 
@@ -46,24 +47,24 @@ def files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
 
     Returns:
         The files, with names relative to the folder and in order; and the names of the folders that
-        have a ledger, which speaks of their files. Links to folders are not followed.
+        have a separate ledger. Links to folders are not followed.
     """
     files: dict[str, Path] = {}
     others: list[str] = []
     for place, folders, names in os.walk(folder):
-        own = [name for name in folders if Path(place, name, LEDGER_NAME).is_file()]
-        folders[:] = sorted({*folders} - {*own})
-        others += [Path(place, name).relative_to(folder).as_posix() for name in own]
+        separate = [name for name in folders if Path(place, name, LEDGER_NAME).is_file()]
+        folders[:] = sorted({*folders} - {*separate})
+        others += [Path(place, name).relative_to(folder).as_posix() for name in separate]
         paths = [path for path in (Path(place, name) for name in names) if path.is_file()]
         files |= {path.relative_to(folder).as_posix(): path for path in paths}
     return dict(sorted(files.items())), sorted(others)
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Return the digest of each file of a model that was just saved in a folder, by its name.
+    """Return file name -> digest of a model that was just saved in a folder.
 
-    The name is relative to the folder, which holds nothing but the model and, maybe, its ledger
-    and its card. Takes about a second for each GiB.
+    Names are relative to the folder. The ledger and the card are left out. Takes about a second for
+    each GiB.
     """
     files, _ = files_in(folder)
     return {n: digest(files[n]) for n in files if n not in (LEDGER_NAME, CARD_NAME)}
@@ -72,8 +73,8 @@ def digests(folder: Path) -> dict[str, str]:
 def digest(path: Path) -> str:
     """Return the SHA-256 in hex of a file.
 
-    For an adapter's config, the digest is of its content without the name of the base, whatever
-    the layout of the file: a path to the base on this machine is not published.
+    The digest of an adapter's config is computed from its content without the name of the base
+    model: a local path to the base model is not published.
     """
     content = json_of(path) if path.name == ADAPTER_CONFIG else None
     if isinstance(content, dict):
@@ -85,18 +86,18 @@ def digest(path: Path) -> str:
 
 
 def adapter_folders(folder: Path) -> list[Path]:
-    """Returns the folders in a folder that PEFT saved named adapters to, in order."""
+    """Return the folders in a folder that PEFT saved named adapters to, in order."""
     return sorted(path.parent for path in folder.glob(f"*/{ADAPTER_CONFIG}"))
 
 
-# ---- Whether they are whole ----
+# ---- Damaged files ----
 
 
 def damage(path: Path) -> str:
-    """Says why a file that a Trainer wrote cannot be read; empty if it is whole.
+    """Return why a file that a Trainer wrote cannot be read; empty if it is complete.
 
-    Files that end early, or are no files, are recognised by their own tables of contents, without
-    reading what is in them. Files of names that no Trainer writes are their owner's.
+    Only the table of contents of a file is read, which shows whether the file was cut short. Files
+    with a name that no Trainer writes are not checked.
     """
     if not _WRITTEN.fullmatch(path.name):
         return ""
@@ -111,16 +112,16 @@ def damage(path: Path) -> str:
 
 
 def is_of_a_model(name: str) -> bool:
-    """Whether a Trainer writes weights, in whole or in part, to a file of that name."""
+    """Return whether a Trainer writes weights, or a part of them, to a file of that name."""
     written = _WRITTEN.fullmatch(name)
     return written is not None and written[1] is not None and not name.endswith(".json")
 
 
 def files_of_index(content: Any) -> set[str]:
-    """Returns the names of the files that the content of an index says weights are in.
+    """Return the names of the weight files in the content of an index.
 
     Raises:
-        ValueError: it is no index.
+        ValueError: the content is not an index.
     """
     named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
@@ -129,13 +130,13 @@ def files_of_index(content: Any) -> set[str]:
 
 
 def _check_tensors(path: Path) -> None:
-    """Reads the header, which gives the length of the file."""
+    """Read the header, which contains the length of the file."""
     with safe_open(path, framework="pt"):
         pass
 
 
 def _check_json(path: Path) -> None:
-    """Reads a file, and looks for those that an index names."""
+    """Read a JSON file; of an index, check that the files exist that it names."""
     content = json.loads(path.read_text(encoding="utf-8"))
     if not path.name.endswith(".index.json"):
         return
@@ -145,9 +146,9 @@ def _check_json(path: Path) -> None:
 
 
 def _check_archive(path: Path) -> None:
-    """Reads the table of contents, which is at the end of what ``torch.save`` writes.
+    """Read the table of contents at the end of a file of ``torch.save``.
 
-    What torch before 1.6 wrote is a pickle, and has none.
+    Files of torch before 1.6 are pickles and have no table of contents.
     """
     with open(path, "rb") as file:
         begin = file.read(2)

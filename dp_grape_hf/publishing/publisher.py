@@ -1,4 +1,4 @@
-"""A trained model in a folder, with the ledger and the card that speak for it, and on the Hub."""
+"""Save a trained model with its ledger and its card in a folder, and publish them on the Hub."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from dp_grape_hf.publishing.hub import Repository
 from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, files_in
 
-# The whole of a model, its parts and their index: what a save replaces.
+# Weight files and their index, which a save replaces.
 _PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Publisher:
     """Saves the model of a private run with its ledger and its card, and publishes the three.
 
-    The trainers have one, and a loop of one's own makes one. With several processes only the first
-    saves and publishes.
+    The trainers have a publisher, and you can make one for your own loop. With several processes,
+    only the first one saves and publishes.
 
     Args:
-        ledger: of the run; None as long as there is none, and then nothing is saved or published.
-        folder: where the model is saved.
-        model: a model of transformers or PEFT is saved with its config; of another model, only
-            the tensors are saved.
-        processing_class: its tokenizer or processor, which is saved with it.
-        adapter: as which the model is saved, made before training; None for the whole model.
-        details: what the card says beside the ledger.
+        ledger: the ledger of the run. While it is None, nothing can be saved or published.
+        folder: the folder in which the model is saved.
+        model: the model. A model of transformers or PEFT is saved with its config; of other models,
+            only the tensors are saved.
+        processing_class: the tokenizer or processor to save with the model.
+        adapter: the adapter to save, made before training; None saves the whole model.
+        details: information for the card that is not in the ledger.
 
     Attributes:
-        repository: on the Hub; None before ``open``.
+        repository: the repository on the Hub; None before ``open``.
 
-    ``ledger``, ``adapter`` and ``details`` may be set at any time.
+    You may set ``ledger``, ``adapter`` and ``details`` at any time.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Publisher:
         self.use(model)
 
     def use(self, model: Any) -> None:
-        """Takes another model, and notes whether what it was loaded from is on the Hub.
+        """Use another model, and store whether its base model is on the Hub.
 
-        Now, as a folder that it was loaded from may be gone when something is published.
+        This is looked up here, because a local folder may be gone when the model is published.
         """
         self.model = model
         self._on_hub = {name: is_hub_name(name) for name in _base_names(model)} | self._on_hub
@@ -85,19 +85,19 @@ class Publisher:
     ) -> None:
         """Save the model or its adapter, its tokenizer or processor, the ledger and the card.
 
-        All are written to an empty folder first, and replace the files of their names when they
-        are whole. A crash before that leaves what was saved before.
+        All files are written to an empty folder first. When they are complete, they replace the
+        files of the same names. A crash before that does not change the earlier files.
 
         Args:
-            updates: how many updates the weights contain.
-            folder: instead of the publisher's.
-            changes: what was added to projected weights (``Run.changes``). With them the adapter is
-                saved, without them the whole model.
-            weights: the tensors of the model, instead of those of its ``state_dict``.
+            updates: the number of updates in the weights.
+            folder: the folder; None for the publisher's folder.
+            changes: the changes of projected weights, as factors (``Run.changes``). With them, the
+                adapter is saved; without them, the whole model.
+            weights: the tensors to save; None for the model's ``state_dict``.
 
         Raises:
-            PrivacyError: there is no ledger, or it has fewer releases than the weights have
-                updates; or the adapter does not fit (``Adapter.save``).
+            PrivacyError: there is no ledger, or it has fewer releases than ``updates``; or the
+                adapter does not fit the model (``Adapter.save``).
         """
         self._require_ledger()
         folder = self.folder if folder is None else folder
@@ -121,7 +121,7 @@ class Publisher:
         if changes is not None:
             if self.adapter is None:
                 raise PrivacyError(
-                    "changes are those of an adapter, and this publisher has none. Pass adapter=, "
+                    "changes are saved as an adapter, but this publisher has none. Pass adapter=, "
                     "or leave changes out to save the whole model."
                 )
             self.adapter.save(tensors, changes, folder)
@@ -139,21 +139,21 @@ class Publisher:
         ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
 
     def write_card(self, updates: int | None = None) -> None:
-        """Write the card anew, when ``details`` have changed.
+        """Write the card again, for instance after you changed ``details``.
 
         Args:
-            updates: how many updates the weights contain, if the model was not saved yet.
+            updates: the number of updates in the weights, if the model was not saved yet.
 
         Raises:
-            PrivacyError: there is no ledger, or it speaks for no weights (``card.render``).
+            PrivacyError: there is no ledger, or it records no saved weights (``card.render``).
         """
         card = self._card(updates, adapter=self.adapter is not None)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / CARD_NAME).write_text(card, encoding="utf-8")
 
     def _card(self, updates: int | None, *, adapter: bool) -> str:
-        """Return the card of the ledger, and of what is known of the model without its data."""
-        names = (n for n in _base_names(self.model) if self._is_on_hub(n))  # a path is ours alone
+        """Return the card, with the base model and the class of the model filled in."""
+        names = (n for n in _base_names(self.model) if self._is_on_hub(n))  # no local paths
         details = replace(
             self.details,
             base_model=self.details.base_model or next(names, None),
@@ -169,23 +169,23 @@ class Publisher:
     def _require_ledger(self) -> Ledger:
         if self.ledger is None:
             raise PrivacyError(
-                "ledger=None: without a ledger no card can say what was spent. Train first, or "
-                "pass the ledger that the releases were recorded in."
+                "ledger=None: without a ledger, the epsilon spent is unknown. Train first, or pass "
+                "the ledger that recorded the releases."
             )
         return self.ledger
 
     # ---- On the Hub ----
 
     def open(self, name: str, *, token: str | None = None, private: bool | None = None) -> str:
-        """Makes or opens a repository, and returns its whole name.
+        """Create or open a repository, and return its full name.
 
         Args:
-            name: ``user/model``, or ``model`` for one of the user that the token belongs to.
-            token: a token that may write; None takes the one that ``hf auth login`` saved.
-            private: whether a repository that is created is private; None leaves it to the Hub.
+            name: ``user/model``, or ``model`` for a repository of the token's user.
+            token: a token that may write; None for the token that ``hf auth login`` saved.
+            private: whether a new repository is private; None for the Hub's default.
 
         Raises:
-            Exception: what ``huggingface_hub`` raises, with a note that says what it means here.
+            Exception: an error of ``huggingface_hub``, with a note that says what to do.
         """
         self.repository = Repository(name, token=token, private=private)
         return self.repository.repo_id
@@ -204,30 +204,31 @@ class Publisher:
     ) -> CommitInfo | Future[CommitInfo]:
         """Save into an empty folder, and publish exactly this folder in one commit.
 
-        It has the files that ``save`` writes, and no other. Local paths are taken out of the
-        configs. A run without a guarantee is published as such. The model may change once this
-        has returned.
+        The folder contains only the files that ``save`` writes. Local paths are removed from the
+        configs. The card of a run without a guarantee says so. You may change the model after this
+        method has returned.
 
         Args:
-            updates: how many updates the weights contain.
-            message: the commit's.
+            updates: the number of updates in the weights.
+            message: the message of the commit.
             changes: as for ``save``.
             weights: as for ``save``.
             copies: folders in the repository that receive the same files.
-            token: another than the repository's.
-            revision: the branch, which must exist; None is the main one.
-            background: whether to return once the model is saved, with a future. Pushes are made
-                one by one.
+            token: a token that may write; None for the repository's token.
+            revision: the branch, which must exist; None for the main branch.
+            background: whether to return a future as soon as the model is saved. Pushes are made
+                one after the other.
 
         Raises:
-            PrivacyError: no repository is open, it holds weights of another origin, a config names
-                other weights, or as ``save``.
-            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
+            PrivacyError: no repository is open, the repository contains weights of another origin,
+                or a config names other weights; or an error of ``save``.
+            Exception: an error of ``huggingface_hub``, with a note about the state of the
+                repository.
         """
         if self.repository is None:
             raise PrivacyError(
-                "push() before open(): say first which repository is to receive the model, by "
-                "open('user/model')."
+                "push() was called before open(), so there is no repository to push to. Call "
+                "open('user/model') first."
             )
         return self.repository.publish(
             lambda folder: self._save_into(folder, updates, changes, weights, public=True),
@@ -245,33 +246,31 @@ class Publisher:
         return self.repository is not None and self.repository.busy
 
     def wait(self) -> None:
-        """Waits for the pushes in the background. A failed one has been logged when it failed."""
+        """Wait for the pushes in the background. Failed pushes are logged."""
         if self.repository is not None:
             self.repository.wait()
 
 
 def _class_of(model: Any) -> str | None:
-    """Returns the name of the class that the model is loaded by; None if it is no model of
-    transformers.
-    """
+    """Return the name of the model's class; None if it is not a class of transformers."""
     base = model.get_base_model() if adapters_of(model) and hasattr(model, "base_model") else model
     return type(base).__name__ if type(base).__module__.startswith("transformers.") else None
 
 
 def _base_names(model: Any) -> list[str]:
-    """Returns where a model was loaded from: names on the Hub, or paths."""
+    """Return the names on the Hub, or paths, that a model was loaded from."""
     names = [config.base_model_name_or_path for config in adapters_of(model).values()]
     names.append(getattr(getattr(model, "config", None), "_name_or_path", None))
     return [name for name in names if name]
 
 
 def _put_in_place(fresh: Path, folder: Path) -> None:
-    """Move what was saved from one folder to another, each file whole, and the ledger last."""
+    """Move the saved files from one folder to another, each atomically, and the ledger last."""
     files, _ = files_in(fresh)
     for name in sorted(files, key=lambda name: name == LEDGER_NAME):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         files[name].replace(folder / name)
-    if {MODEL, INDEX} & files.keys():  # parts of an earlier model would be loaded beside this one
+    if {MODEL, INDEX} & files.keys():  # remove weight files of an earlier model
         for path in folder.iterdir():
             if _PART.fullmatch(path.name) and path.name not in files:
                 path.unlink()

@@ -1,12 +1,12 @@
-"""The statement of a model card, one sentence and one table, as its ledger supports it.
+"""The statement of a model card, one sentence and one table, written from the ledger.
 
-``card`` writes it between two marks below the title; ``verify`` takes it out from between
-them, and compares it with what the ledger supports. All else on a card is its author's.
+``card`` writes the statement between two marks below the title. ``verify`` reads it there, and
+compares it with the statement of the ledger.
 
 Guarantee:
-    Who reads a card with `statement_in` sees just one statement, and above it no more than metadata
-    and a title, so it stands in no comment and in no block of code. What the text outside the marks
-    says is not read: it may contradict the statement, or look like another one.
+    A card that `statement_in` accepts has exactly one statement. Above it are only metadata and a
+    title, so the statement is not in a comment or a code block. The text outside of the marks is
+    not read: it may contradict the statement, or look like another one.
 """
 
 import math
@@ -25,19 +25,19 @@ BEGIN = (
 )
 END = "<!-- dp-grape: end of what the ledger says -->"
 TAG = "differential-privacy"
-"""The Hub's tag of models with a guarantee."""
+"""The tag of models with a guarantee on the Hub."""
 METADATA = "differential_privacy"
-"""The key of a card's metadata under which programs find the claim."""
+"""The key of the claim in a card's metadata."""
 
 _EPSILON_ROW = "ε spent (upper bound)"
-LAST_DIGITS = 1e-6  # in which processors differ
-# Metadata, as the Hub finds them, and a title without HTML. Neither can hide what comes below.
+LAST_DIGITS = 1e-6  # relative: epsilon may differ by it between processors
+# Metadata, as the Hub finds them, and a title without HTML. Neither can hide the text below.
 _ABOVE = re.compile(r"(?>---\n.*?\n---[ \t]*\n)?\n*(?:#[ ][^\n<]*\n)?\n*", re.DOTALL)
 _MADE_BY = {"prv": "prv-accountant", "pld": "dp-accounting", "rdp": "dp_grape_hf"}
 
 
 def without_guarantee(ledger: Ledger, epsilon: float) -> list[str]:
-    """Returns why a ledger that spent ``epsilon`` supports no claim of privacy; empty: it does."""
+    """Return why a ledger that spent ``epsilon`` has no privacy guarantee; empty if it has one."""
     reasons = list(ledger.not_private_reasons)
     if math.isinf(epsilon) and not reasons:
         name = ledger.mechanism.accountant
@@ -46,21 +46,21 @@ def without_guarantee(ledger: Ledger, epsilon: float) -> list[str]:
 
 
 def epsilon_text(epsilon: float) -> str:
-    """Writes an upper bound so that it does not shrink on its way to the reader."""
+    """Return epsilon as text, rounded up to three decimals."""
     return "∞" if math.isinf(epsilon) else f"{rounded_up(epsilon, 3):.3f}"
 
 
 def unit_of(mechanism: Mechanism) -> str:
-    """Names what is protected, without an article."""
+    """Return the name of the privacy unit, without an article."""
     if mechanism.privacy_unit == EXAMPLE:
         return EXAMPLE
     return f"`{plain(mechanism.privacy_unit)}` with all its examples"
 
 
 def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
-    """Returns what stands under the title of a card: the claim, and the table.
+    """Return the statement: the claim and the table.
 
-    Epsilon ``spent`` is as the card writes it; without ``reasons`` there is a guarantee.
+    ``spent`` is epsilon as text. ``reasons`` say why there is no guarantee; empty if there is one.
     """
     claim = _claim(ledger.mechanism, spent, reasons)
     rows = [f"| {name} | {cell} |" for name, cell in _rows(ledger, spent).items()]
@@ -68,9 +68,9 @@ def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
 
 
 def metadata_of(ledger: Ledger, spent: str) -> dict[str, float | str | None]:
-    """Returns the claim of a card for programs to read: what stands under `METADATA`.
+    """Return the claim for programs to read, which the card's metadata have under `METADATA`.
 
-    Epsilon ``spent`` is as the card writes it; what is no number stays a text.
+    ``spent`` is epsilon as text, which is returned as a number if it is one.
     """
     mechanism, epsilon = ledger.mechanism, number_in(spent)
     return {
@@ -97,7 +97,7 @@ def _delta(mechanism: Mechanism) -> str:
 
 
 def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
-    """Returns the table: name -> cell."""
+    """Return the table: name -> cell."""
     mechanism = ledger.mechanism
     seed = mechanism.projection_seed
     package = _MADE_BY.get(mechanism.accountant)
@@ -136,7 +136,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
 
 
 def _declared(mechanism: Mechanism) -> str:
-    """Says how examples make a unit; that a row is one is a declaration, which nothing checks."""
+    """Return a remark on the privacy unit: declared by the user, or the examples of a unit."""
     if mechanism.privacy_unit == EXAMPLE:
         return " (a row is an example: declared by the user)"
     most = mechanism.max_examples_per_unit
@@ -144,7 +144,7 @@ def _declared(mechanism: Mechanism) -> str:
 
 
 def plain(text: str) -> str:
-    """Returns a text that stays in its cell: a ledger's texts must not write the card."""
+    """Return a text of the ledger, escaped so that it cannot leave its cell of the table."""
     known = text.encode(errors="replace").decode()
     one_line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", known)
     return one_line.replace("|", "\\|").replace("<", "&lt;").strip()
@@ -154,43 +154,44 @@ def plain(text: str) -> str:
 
 
 def marked(statement: str) -> str:
-    """Returns a statement as it stands on a card."""
+    """Return a statement with its two marks."""
     return f"{BEGIN}\n\n{statement}\n\n{END}"
 
 
 def statement_in(card: str) -> str:
-    """Returns the statement of a card, whatever it says.
+    """Return the statement of a card, without checking its content.
 
     Raises:
-        PrivacyError: there is not one pair of marks, or not right below the title.
+        PrivacyError: the card does not have exactly one pair of marks, right below the title.
     """
     begins, ends = card.count(BEGIN), card.count(END)
     require(
         begins == ends == 1,
-        f"{begins} marks of a beginning and {ends} of an end, where one of each belongs; write the "
+        f"the card has {begins} begin marks and {ends} end marks instead of one each. Write the "
         "card again with dp-grape card",
     )
     above, begin, rest = card.partition(f"{BEGIN}\n\n")
     statement, end, _ = rest.partition(f"\n\n{END}")
     require(
         bool(begin and end),
-        "the mark of the beginning belongs above that of the end, and a blank line next to each",
+        "the begin mark must be above the end mark, with a blank line between each mark and the "
+        "statement",
     )
     require(
         _ABOVE.fullmatch(above) is not None,
-        "more than metadata and a title without HTML stands above the marks, and could hide what "
-        "is between them",
+        "there is more above the marks than metadata and a title without HTML, which could hide "
+        "the statement",
     )
     return statement
 
 
 def epsilon_in(statement: str) -> str:
-    """Returns what the table of a statement gives as epsilon; empty if nothing."""
+    """Return epsilon as the table of a statement has it; empty if it has none."""
     return statement.partition(f"| {_EPSILON_ROW} | ")[2].partition(" |")[0]
 
 
 def number_in(spent: str) -> float | None:
-    """Returns epsilon as a card writes it, as a number; ``None`` if it is none."""
+    """Return the number of an epsilon text of a card; ``None`` if it is not a number."""
     try:
         return float(spent.replace("∞", "inf"))
     except ValueError:
@@ -198,27 +199,27 @@ def number_in(spent: str) -> float | None:
 
 
 def is_written_so(spent: str, epsilon: float) -> bool:
-    """Whether a text is what `epsilon_text` writes, on some processor, for an epsilon."""
+    """Return whether `epsilon_text` can write this text for an epsilon, on any processor."""
     near = (max(0.0, epsilon + by) for by in (-LAST_DIGITS, 0.0, LAST_DIGITS))
     return spent in map(epsilon_text, near)
 
 
 def is_tag(tag: str) -> bool:
-    """Whether the Hub would take a tag for `TAG`."""
+    """Return whether the Hub treats a tag as `TAG`."""
     return re.sub(r"[\s_]+", "-", tag.strip().lower()) == TAG
 
 
 def is_tagged(card: str) -> bool:
-    """Whether a card's metadata has `TAG`, or cannot be read."""
+    """Return whether a card's metadata have `TAG`, or cannot be read."""
     data = read_metadata(card)
     return data is None or any(is_tag(f"{tag}") for tag in data.get("tags") or [])
 
 
 def read_metadata(card: str) -> dict[str, Any] | None:
-    """Returns a card's metadata; None if they cannot be read."""
+    """Return a card's metadata; None if they cannot be read."""
     if not card.lstrip().startswith("---"):
         return {}
     try:
         return ModelCard(card, ignore_metadata_errors=True).data.to_dict()
-    except Exception:  # of YAML, or of what the Hub's client makes of it
+    except Exception:  # from YAML, or from the Hub's client
         return None

@@ -1,19 +1,16 @@
-"""Whether a saved model is what its ledger, its card and its digests say: ``dp-grape verify``.
+"""Compare a saved model with its ledger and its card: ``dp-grape verify``.
 
-Everything is derived again from the ledger: epsilon with two accountants, the statement of the
+Everything is computed again from the ledger: epsilon with two accountants, the statement of the
 card, the digests of the chain and of the files.
 
 Guarantee:
-    A part that was changed on its own does not go unnoticed: an entry of the ledger, a file that
-    was saved with the model (see ``file_checks``), the statement of the card, the claim in its
-    metadata, and a tag that claims more. The statement stands between two marks right below the
-    title and is compared byte for byte (but for the ends of lines). The rest of the card is the
-    publisher's, whatever it says of epsilon, and so is the name of an adapter's base. Ledgers of
-    earlier versions digest the weights and an adapter's config alone; then the other files are the
-    publisher's, too.
-    What was changed together is not noticed: whoever writes a new ledger, with its digests, a new
-    card and new weights has something that agrees with itself. A ``head`` noted elsewhere, while
-    the run was known to be honest, shows that too.
+    A change of one part alone is noticed. The parts are an entry of the ledger, a file that was
+    saved with the model (see ``file_checks``), the statement of the card, the claim in its
+    metadata, and its tag. The statement is compared byte for byte, except for line ends. The rest
+    of the card and the name of an adapter's base model are not checked. Ledgers of version 0.1 have
+    digests of the weights and an adapter's config only, so other files are not checked.
+    A consistent change of all parts is not noticed: a new ledger with new digests, a new card and
+    new weights. A ``head`` that was noted elsewhere shows such a change too.
 """
 
 from collections.abc import Iterator
@@ -41,30 +38,35 @@ from dp_grape_hf.publishing.statement import (
     without_guarantee,
 )
 
-# The bounds of two accountants differ by less, and a claim by an older version may be 0.01 higher.
+# Relative and absolute tolerance. The bounds of two accountants differ by less, and claims of older
+# versions may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
 
 SECOND_OPINION = "(second opinion)"
-"""Marks a bound on epsilon by another accountant than the one that the ledger names."""
+"""Marks a bound on epsilon by an accountant that is not the ledger's accountant."""
 
 
 def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
-    """Compares a ledger with itself and with the card and the weights beside it.
+    """Check a ledger, and compare it with the card and the weights in its folder.
 
     Args:
-        place: a folder that holds a ledger, or the ledger's file, of which the chain and epsilon
-            alone are checked.
-        delta: at which epsilon is computed; that of the ledger if ``None``.
-        head: a digest that the ledger had at its end at some time, if one was noted.
+        place: a folder with a ledger, or the file of a ledger. For a file, only the chain and
+            epsilon are checked.
+        delta: the delta at which epsilon is computed; ``None`` for the ledger's delta.
+        head: a digest of the last entry of the ledger that was noted earlier, if any.
 
     Returns:
-        What was compared, in the order of the chain, epsilon, the card and the weights.
+        The comparisons, in the order of the chain, epsilon, the card and the weights.
 
     Raises:
-        PrivacyError: there is no ledger, or ``delta`` or ``head`` is none.
+        PrivacyError: there is no ledger, or ``delta`` or ``head`` is invalid.
     """
     path = place / LEDGER_NAME if place.is_dir() else place
-    require(path.is_file(), f"{path} is not there: without a ledger there is nothing to verify.")
+    require(
+        path.is_file(),
+        f"{path} does not exist: without a ledger there is nothing to verify. Give the folder that "
+        "a run saved to.",
+    )
     try:
         ledger = Ledger.read(path)
     except PrivacyError as error:
@@ -97,7 +99,7 @@ def _of_the_chain(ledger: Ledger, head: str | None) -> Iterator[Check]:
 
 
 def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
-    """Compares the copy in a checkpoint with the ledger of the run, where that lies above it."""
+    """Compare the copy in a checkpoint with the ledger of the run in the folder above, if any."""
     path = None if folder is None else folder.resolve().parent / LEDGER_NAME
     if path is None or not path.is_file():
         return
@@ -128,13 +130,13 @@ def _of_the_guarantee(card: str | None, reasons: list[str]) -> Check:
 def _of_epsilon(
     ledger: Ledger, delta: float | None, card: str | None, spent: float | None
 ) -> Iterator[Check]:
-    own, target = ledger.mechanism, ledger.mechanism.target_epsilon
-    delta = own.target_delta if delta is None else delta
+    mechanism, target = ledger.mechanism, ledger.mechanism.target_epsilon
+    delta = mechanism.target_delta if delta is None else delta
     if delta is None:
-        yield Check("epsilon", ABSENT, "-", "the ledger has no delta; give one")
+        yield Check("epsilon", ABSENT, "-", "the ledger has no delta; pass one")
         return
     require(0 < delta < 1, f"{delta=} must lie strictly between 0 and 1, for example 1e-5.")
-    claim, source, promised = None, "card", delta == own.target_delta
+    claim, source, promised = None, "card", delta == mechanism.target_delta
     if promised and card is not None:
         claim = _claimed(card)
     if promised and claim is None and (claim := target) is not None:
@@ -143,7 +145,8 @@ def _of_epsilon(
     if any(releases.bands > 1 for releases in ledger.composed):
         each = (run.accounted_in_words for run in ledger.composed_runs)
         at += f", accounted as {'; '.join(each)}"
-    first = DEFAULT if own.accountant == "least" else own.accountant  # older: no delta was known
+    # Older ledgers may name their default "least", which is the default of today.
+    first = DEFAULT if mechanism.accountant == "least" else mechanism.accountant
     for name in dict.fromkeys((first, "pld", "prv")):
         what = f"epsilon by {name}"
         stated = "-" if claim is None else f"{claim:g} ({source})"
@@ -153,14 +156,14 @@ def _of_epsilon(
             yield Check(what, ABSENT, stated, f"not applicable: {failure}")
             continue
         bounds.append(epsilon)
-        same = source == "card" and name == own.accountant
+        same = source == "card" and name == mechanism.accountant
         slack = LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
         fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
-        role = at if name == own.accountant else SECOND_OPINION
+        role = at if name == mechanism.accountant else SECOND_OPINION
         found = f"{_up(epsilon)} {role}"
         yield Check(what, OK if fits else MISMATCH, stated, found)
     if source == "card" and promised and target is not None and bounds:
-        best = min(bounds)  # a run may end under another accountant than kept its budget
+        best = min(bounds)  # a resumed run may have changed the accountant
         fits = best <= target * (1 + _BETWEEN_ACCOUNTANTS) or not ledger.private
         yield Check("budget", OK if fits else MISMATCH, f"{target:g} (asked for)", _up(best))
 
@@ -189,17 +192,17 @@ def _claimed(card: str) -> float | None:
 def _of_the_card(
     ledger: Ledger, card: str | None, spent: float | None, reasons: list[str]
 ) -> Check:
-    """Compares the statement of a card with the one that the ledger supports, byte for byte.
+    """Compare the statement of a card with the statement of its ledger, byte for byte.
 
-    The claim in the card's metadata, if it is there, must say the same.
+    The claim in the card's metadata, if any, must agree with the statement.
     """
     what = "card: statement"
     if card is None:
-        return Check(what, ABSENT, "-", f"no {CARD_NAME} beside the ledger")
+        return Check(what, ABSENT, "-", f"no {CARD_NAME} next to the ledger")
     try:
         stated = statement_in(card)
     except PrivacyError as error:
-        return Check(what, MISMATCH, "none to be read", f"{error}")
+        return Check(what, MISMATCH, "not readable", f"{error}")
     epsilon = epsilon_in(stated)
     near = number_in(epsilon) if spent is None else spent
     if near is None or not is_written_so(epsilon, near):
@@ -214,14 +217,14 @@ def _of_the_card(
         return Check(what, MISMATCH, f"{METADATA}: {data[METADATA]}", f"{claim or 'no guarantee'}")
     if spent is None:
         return Check(what, ABSENT, f"ε = {epsilon}", "not known here, see above; all else agrees")
-    return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is its author's")
+    return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is not checked")
 
 
 # ---- The trainer ----
 
 
 def _of_the_updates(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
-    """Compares the state of the trainer, in a checkpoint: it tells a ledger that was cut off."""
+    """Compare with the state of the trainer in a checkpoint, to notice removed last entries."""
     state = None if folder is None else json_of(folder / "trainer_state.json")
     if isinstance(state, dict) and "global_step" in state:
         ours, theirs = ledger.updates, state["global_step"]

@@ -331,10 +331,10 @@ def test_a_card_says_how_to_use_it_and_what_epsilon_does_not_cover(changes: dict
     card = render(ledger(**changes))
     assert "arxiv.org/abs/2506.15588" in section(card, "How to cite")
     use = section(card, "Intended use")
-    assert ("spends no more" in use) == (not changes)
+    assert ("does\nnot increase the ε" in use) == (not changes)
     assert "can reveal" in use
     assert ("Not covered by ε" in card) == (not changes), "there is no ε that could cover anything"
-    for what in ("hyper-parameters", "metrics", "preprocessing", "dataset size N", "base model"):
+    for what in ("hyperparameters", "metrics", "preprocessing", "dataset size N", "base model"):
         assert what in card or changes
     assert "privacy_ledger.json" in card
     for package, version in ledger().versions.items():
@@ -356,7 +356,7 @@ def test_metrics_appear_only_with_a_word_on_their_data(public: bool) -> None:
     shown = section(render(ledger(), details), "Metrics")
     assert "* accuracy: 0.9123\n" in shown
     assert ("declares public" in shown) == public
-    assert ("no ε covers these figures" in shown) == (not public)
+    assert ("ε does not cover these metrics" in shown) == (not public)
 
 
 def test_what_is_declared_adds_to_what_was() -> None:

@@ -502,7 +502,7 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
     hub.add(REPO, dict.fromkeys(names | left, b"others'"))
     with pytest.raises(PrivacyError, match="which this run did not make") as refusal:
         push(saved, tmp_path)
-    assert f"{REPO} holds {', '.join(sorted(names))}, which" in str(refusal.value)
+    assert f"{REPO} contains {', '.join(sorted(names))}, which" in str(refusal.value)
     assert "README.md" not in hub.files(REPO)
     for name in names:
         del hub.files(REPO)[name]

@@ -21,7 +21,7 @@ from tests.support.ledgers import MECHANISM
 def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
     publisher = Publisher(None, tmp_path, nn.Linear(2, 2))
     for save in (publisher.save, publisher.write_card):
-        with pytest.raises(PrivacyError, match="ledger=None: without a ledger no card"):
+        with pytest.raises(PrivacyError, match="ledger=None: without a ledger"):
             save(1)
     assert not list(tmp_path.iterdir())
 
@@ -101,7 +101,7 @@ def test_a_config_that_names_other_weights_is_not_published(tmp_path: Path) -> N
 
 def test_nothing_is_pushed_before_a_repository_is_open(tmp_path: Path) -> None:
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path, nn.Linear(2, 2))
-    with pytest.raises(PrivacyError, match=r"push\(\) before open\(\)"):
+    with pytest.raises(PrivacyError, match=r"push\(\) was called before open\(\)"):
         publisher.push(0)
     publisher.wait()  # for nothing
     assert not publisher.busy

@@ -348,7 +348,7 @@ def test_what_is_compared_of_a_card_is_said(run: Path) -> None:
     found = {check.what: check for check in verify(run)}["card: statement"]
     assert (found.stated, found.found) == (
         "ε = 5.999",
-        "byte for byte; the rest of the card is its author's",
+        "byte for byte; the rest of the card is not checked",
     )
     _on_the_card(r"\| Releases \| 6 \|", "| Releases | 3 |")(run)
     found = {check.what: check for check in verify(run)}["card: statement"]
@@ -757,7 +757,7 @@ def test_a_ledger_that_digested_weights_alone_is_verified_as_far_as_it_goes(whol
     checks = verify(whole)
     (absent,) = (check for check in checks if check.status != OK)
     assert (absent.what, absent.status) == ("config.json", ABSENT)
-    assert "a version that digested weights alone" in absent.found
+    assert "version 0.1 recorded digests of weights only" in absent.found
     _under("optimizer.safetensors")(whole)
     expected = ["weights: optimizer.safetensors", "config.json: transformers_weights"]
     assert _wrong(verify(whole)) == expected
