@@ -1,8 +1,9 @@
-"""What is done with private gradients: post-processing, which costs no privacy.
+"""Optimizers that apply private gradients. They are post-processing, so they cost no privacy.
 
-``projected`` keeps its state in the coordinates of P, ``rules`` has its update rules, ``low_rank``
-carries what 16-bit weights cannot hold, and ``changes`` keeps what was added to a weight, as
-factors. ``groups`` says whether an optimizer has what is trained.
+``projected`` is an optimizer with its state in the projected space, and ``rules`` defines its
+update rules. ``low_rank`` adds float32 updates to the outputs of 16-bit layers, and ``changes``
+stores the change of a weight as low-rank factors. ``groups`` checks that an optimizer contains each
+trained parameter once.
 """
 
 from dp_grape_hf.optimizers.groups import require_each_once

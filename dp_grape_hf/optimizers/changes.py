@@ -1,7 +1,7 @@
-"""What an optimizer has added to its projected weights, as factors of low rank.
+"""Store the total change of each projected weight as low-rank factors.
 
-While P is the same, the updates of a weight add up to ``lift(Z)``, and over several P to a sum of
-such products: a matrix of rank at most r times the number of projections. Z is float32.
+While P stays the same, the updates of a weight add up to ``lift(Z)``. Over several P, the change is
+a sum of such products: a matrix of rank at most r times the number of projections. Z is float32.
 
 Shapes: m x n the weight as stored, r rank, R the sum of the ranks of all P.
 """
@@ -17,21 +17,21 @@ from dp_grape_hf.projections import Projector, Side
 
 
 class LowRankChanges:
-    """Weight -> the sum of all that was lifted into it, in coordinates of each P."""
+    """The total change of each weight, as one pair of P and projected coordinates per P."""
 
     def __init__(self) -> None:
         self._terms: dict[nn.Parameter, list[tuple[Projector, Tensor]]] = {}
 
     def __contains__(self, weight: nn.Parameter) -> bool:
-        """Returns whether anything was added to the weight."""
+        """Return whether the weight was changed."""
         return weight in self._terms
 
     def add(self, weight: nn.Parameter, projector: Projector, coordinates: Tensor) -> None:
-        """Notes that ``projector.lift(coordinates)`` is added to the weight.
+        """Record that ``projector.lift(coordinates)`` is added to the weight.
 
         Args:
             weight: (m, n).
-            projector: one that has the same P as an earlier one adds to what that one added.
+            projector: coordinates of projectors with the same P are summed.
             coordinates: (r, n) or (m, r).
         """
         terms = self._terms.setdefault(weight, [])
@@ -43,10 +43,10 @@ class LowRankChanges:
         terms.append((projector, coordinates.to(torch.float32, copy=True)))
 
     def factors(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Returns (m, R) and (R, n), float32, whose product was added to the weight.
+        """Return float32 factors (m, R) and (R, n), whose product is the change of the weight.
 
         Raises:
-            KeyError: nothing was added to it.
+            KeyError: the weight was not changed.
         """
         pairs = [projector.factors(total) for projector, total in self._terms[weight]]
         left, right = zip(*pairs, strict=True)
@@ -54,21 +54,21 @@ class LowRankChanges:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of Z and P over all weights; the last P is also in use."""
+        """The size of all Z and P in bytes. The optimizer also uses the last P."""
         pairs = (pair for terms in self._terms.values() for pair in terms)
         return sum(projector.matrix.nbytes + total.nbytes for projector, total in pairs)
 
     # ---- State ----
 
     def state_of(self, weight: nn.Parameter) -> list[dict[str, Any]]:
-        """Returns what ``go_on_from`` takes; the tensors are not copied."""
+        """Return the state of a weight for ``go_on_from``. The tensors are not copied."""
         return [
             {"side": projector.side.value, "projection": projector.matrix, "coordinates": total}
             for projector, total in self._terms[weight]
         ]
 
     def go_on_from(self, weight: nn.Parameter, state: list[dict[str, Any]]) -> None:
-        """Takes the state of a weight, copied to where the weight is."""
+        """Load the state of a weight. Its tensors are copied to the weight's device."""
         self._terms[weight] = [
             (
                 Projector(_copied(term["projection"], weight), Side(term["side"])),

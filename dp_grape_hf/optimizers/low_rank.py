@@ -1,9 +1,9 @@
-"""The branch of a linear layer that adds the updates kept apart from its weight.
+"""The low-rank branch of a linear layer, which adds float32 updates to a 16-bit weight.
 
-Inside a projection period a weight is exactly ``W + lift(Z)``. Updates of a few parts in a
-thousand, which bfloat16 would round away, go into Z, which is float32, and the branch adds their
-share to the layer's output: two products with r columns, so the sum of the weights is never formed.
-The optimizer owns Z and merges it into W when P is redrawn (``ProjectedOptimizer.keep_apart``).
+While P stays the same, a weight is exactly ``W + lift(Z)``. bfloat16 would round small updates of W
+away, so they are added to Z, which is float32. The branch adds the contribution of Z to the layer's
+output by two products of rank r, without computing the sum of the weights. The optimizer owns Z and
+merges it into W when P is redrawn (``ProjectedOptimizer.keep_apart``).
 
 Shapes: m x n the weight as stored, r rank.
 """
@@ -22,15 +22,15 @@ from dp_grape_hf.projections import MATRIX_LAYERS, Projector, is_short, shared_p
 
 
 class LowRankUpdates:
-    """Makes a model compute with the updates that its optimizer keeps apart, by forward hooks.
+    """Forward hooks that add the updates that an optimizer stores separately from the weights.
 
     A weight gets a branch if it is bfloat16 or float16, trained by the optimizer, and the weight of
-    one ``nn.Linear`` or ``Conv1D`` and of nothing else. Other weights, such as a table tied to the
-    output layer or the weight of a subclass, are rounded at random at every step.
+    exactly one ``nn.Linear`` or ``Conv1D``. Other weights, such as embeddings tied to the output
+    layer or weights of a subclass, are rounded stochastically at every step.
 
-    Use: run the model, then ``leave_uncalled``; ``use`` before the forward passes of a step;
-    ``merge_`` before the weights are saved, replaced or handed on; ``remove`` after training; each
-    on every rank. The branches act in training and evaluation, under both engines and with gradient
+    Run the model, then call ``leave_uncalled``. Call ``use`` before the forward passes of a step,
+    ``merge_`` before the weights are saved or replaced, and ``remove`` after training, each on
+    every rank. The branches act in training and evaluation, under both engines and with gradient
     checkpointing.
 
     Args:
@@ -57,11 +57,11 @@ class LowRankUpdates:
                 self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
     def __len__(self) -> int:
-        """Returns how many weights have a branch."""
+        """Return how many weights have a branch."""
         return len(self._branches)
 
     def __contains__(self, name: str) -> bool:
-        """Returns whether the weight of that name has a branch."""
+        """Return whether the weight of that name has a branch."""
         return name in self._branches
 
     @property
@@ -70,20 +70,20 @@ class LowRankUpdates:
         return {self._layers[name]: branch for name, branch in self._branches.items()}
 
     def leave_uncalled(self) -> None:
-        """Takes the branches from modules that have not been called, where they would do nothing.
+        """Remove the branches of modules that were not called.
 
-        A model may use a weight directly, without its module.
+        A model may use a weight without calling its module. Then the hook never runs.
         """
         for name in [n for n, branch in self._branches.items() if not branch.called]:
             del self._branches[name]
             self._hooks.pop(name).remove()
 
     def use(self, projectors: Mapping[str, Projector]) -> None:
-        """Prepares a step: what is kept in coordinates of an earlier projector is merged.
+        """Prepare a step: merge updates in the coordinates of an earlier projector.
 
         Args:
-            projectors: parameter name -> projector, those of the step. For as long as P is the
-                same it must be the same object.
+            projectors: parameter name -> projector of the step. While P stays the same, pass the
+                same objects.
         """
         for name, branch in self._branches.items():
             if name in projectors:
@@ -92,11 +92,11 @@ class LowRankUpdates:
                 branch.rounded = self._optimizer.kept_apart(self._weights[name])
 
     def merge_(self) -> None:
-        """Moves all updates into the weights, rounded at random; the branches then add zero."""
+        """Merge all updates into the weights with stochastic rounding; the branches then add 0."""
         self._optimizer.merge_()
 
     def remove(self) -> None:
-        """Merges, and leaves the model as it was: without hooks."""
+        """Merge all updates, and remove the hooks from the model."""
         self.merge_()
         for hook in self._hooks.values():
             hook.remove()
@@ -105,28 +105,28 @@ class LowRankUpdates:
 
 
 class _Branch:
-    """The hook of one layer; a plain object, so that a model that has it can be copied.
+    """The hook of one layer. It is a plain object, so that a model with it can be copied.
 
     Args:
-        stored_transposed: whether the layer computes ``x W^T``, as ``nn.Linear``, or ``x W``.
+        stored_transposed: whether the layer computes ``x W^T``, like ``nn.Linear``, or ``x W``.
     """
 
     def __init__(self, stored_transposed: bool) -> None:
         self._stored_transposed = stored_transposed
         self.projector: Projector | None = None
         self.update: Tensor | None = None
-        self.rounded: Tensor | None = None  # the same, in the weight's type, until a step
+        self.rounded: Tensor | None = None  # the update in the weight's type, until the next step
         self.called = False
         self._taken = False
 
     def take(self) -> Tensor:
-        """Returns Z, (m, r) or (r, n), for a layer whose forward adds the branch itself."""
+        """Return Z, (m, r) or (r, n), to a layer function that adds the branch itself."""
         assert self.rounded is not None
         self._taken = True
         return self.rounded
 
     def leave(self) -> None:
-        """Ends the pass in which layers may take it."""
+        """End the forward pass in which layers may call ``take``."""
         self._taken = False
 
     def __call__(
@@ -137,7 +137,7 @@ class _Branch:
         if self.projector is None or self.update is None or taken:
             return output
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
-        dtype = output.dtype  # what the layer computes in, under autocast too
+        dtype = output.dtype  # the type in which the layer computes, also under autocast
         left, right = self.projector.factors(self.update.to(dtype))  # (m, r), (r, n)
         first, second = (right.T, left.T) if self._stored_transposed else (left, right)
         low = layer_input.to(dtype) @ first  # (..., r)

@@ -1,20 +1,20 @@
-"""Torch's optimizers on projected coordinates (paper, Algorithm 2).
+"""Torch's optimizers in the projected space (paper, Algorithm 2).
 
-What torch's optimizer moves is Z: one flat vector in which the coordinates of all weights lie side
-by side, as their private gradients do. A step adds the update to Z, Z to the weights, and sets Z to
-zero: a projected weight gets ``W += lift(Z)``, any other ``W += Z``. So for a projected weight the
-private gradient, the moments and the update have r x max(m, n) numbers. Weight decay is decoupled,
-as in AdamW, and acts on W.
+Torch's optimizer updates Z, a flat vector that concatenates the coordinates of all weights. The
+private gradients have the same layout. A step adds the update to Z, adds Z to the weights, and sets
+Z to zero: ``W += lift(Z)`` for a projected weight, ``W += Z`` for others. So the private gradient,
+the moments and the update of a projected weight have r x max(m, n) elements. Weight decay is
+decoupled, as in AdamW, and acts on W.
 
-A bfloat16 weight has 8 significant bits, so an update below 1/512 of it would be rounded away. Here
-it counts all the same. A weight may be kept as ``W + lift(Z)``: then Z, which is float32, is not
+A bfloat16 number stores 8 significant bits, and would round an update below 1/512 of a weight away.
+To keep such updates, a weight may be stored as ``W + lift(Z)``: then Z, which is float32, is not
 set to zero, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
-projection is redrawn, the sum is rounded to the weight's type at random, without bias. Of an
-unprojected weight in the vector, a bias say, Z is the value in float32, and the weight is the
-nearest number of its type. Other weights of fewer than 32 bits are rounded at random at every step.
+projection is redrawn, the sum is rounded stochastically, without bias. For an unprojected 16-bit
+weight in the vector, such as a bias, Z is the float32 value, and the weight is Z rounded to the
+nearest. Other 16-bit weights are rounded stochastically at every step.
 
-The optimizer is post-processing: it sees private gradients only, and costs no privacy. Neither do
-the coins of the rounding, which are public, so that all ranks round alike.
+The optimizer is post-processing: it receives private gradients only, and costs no privacy. The
+random numbers of the rounding are public, so that all ranks round in the same way.
 """
 
 from __future__ import annotations
@@ -38,102 +38,102 @@ from dp_grape_hf.projections import (
 )
 from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread, whole
 
-_BLOCK = 2**20  # numbers of a weight that have a float32 copy at once
+_BLOCK = 2**20  # elements of a weight that have a float32 copy at a time, on a CPU
 GPU_BLOCK = 2**24
-"""The same on a GPU, where a kernel takes longer to launch than to run on fewer numbers."""
-_CHANGE, _VALUE = "change", "value"  # of a weight's state
+"""Elements of a weight that have a float32 copy at a time on a GPU, enough to hide the launch."""
+_CHANGE, _VALUE = "change", "value"  # keys of a weight's state
 
 
 class Place(Protocol):
-    """The position of a weight's coordinates in a vector of many."""
+    """The position of a weight's coordinates in a flat vector."""
 
     @property
     def start(self) -> int:
-        """The position at which they begin."""
+        """The first index of the coordinates."""
 
     @property
     def stop(self) -> int:
-        """The position at which the next ones begin."""
+        """The index after the last one."""
 
     def of(self, flat: Tensor) -> Tensor:
-        """Returns them, as a view in the shape that coordinates have."""
+        """Return the weight's coordinates as a view of ``flat``, in their shape."""
 
 
 class _Block(NamedTuple):
-    """Rows of a weight that are written at once."""
+    """Rows of a weight that are written together."""
 
-    number: int  # of the coins that round them
-    here: Any  # an index of what this process has of the weight
-    rows: Any  # an index of the weight
-    among: tuple[int, int] | None  # how many rows the coins are for, and the first of these here
+    number: int  # seed of the random numbers that round the block
+    here: Any  # index of the block in this process's part of the weight
+    rows: Any  # index of the block in the weight
+    among: tuple[int, int] | None  # rows of the whole block, and the first of them in this process
 
 
 class _Moved(NamedTuple):
-    """A tensor that torch's optimizer moves, and where its gradient comes from."""
+    """A tensor that torch's optimizer updates, and the source of its gradient."""
 
-    numbers: nn.Parameter  # a part of Z; or a weight that is moved in place
-    part: slice | None  # of the vector
-    weight: nn.Parameter | None  # whose gradient comes by itself
+    numbers: nn.Parameter  # a part of Z; or a weight that is updated in place
+    part: slice | None  # of the flat vector, if the gradient is in it
+    weight: nn.Parameter | None  # if its gradient is a separate tensor
     in_place: bool = False
 
 
 @dataclass
 class _Group:
-    """The weights of one parameter group, by what a step does with them."""
+    """The weights of one parameter group, sorted by the way in which a step updates them."""
 
     lifted: list[nn.Parameter] = field(default_factory=list)  # W += lift(Z)
     added: list[nn.Parameter] = field(default_factory=list)  # W += Z
     apart: list[nn.Parameter] = field(default_factory=list)  # updates stay in Z
-    valued: list[nn.Parameter] = field(default_factory=list)  # the value is Z
-    in_place: list[nn.Parameter] = field(default_factory=list)  # moved by torch's optimizer
-    by_rows: list[nn.Parameter] = field(default_factory=list)  # as well, a few rows at a time
+    valued: list[nn.Parameter] = field(default_factory=list)  # the float32 value is Z
+    in_place: list[nn.Parameter] = field(default_factory=list)  # torch's optimizer updates W
+    by_rows: list[nn.Parameter] = field(default_factory=list)  # the same, a few rows at a time
 
 
 @dataclass
 class _LaidOut:
-    """What torch's optimizer moves, and what that is to which weights.
+    """The layout of Z, and of the tensors that torch's optimizer updates.
 
-    It is laid out anew when one of the first four changes.
+    A new layout is made when one of the first four fields changes.
     """
 
-    alike: list[list[int]]  # numbers of groups, together where their settings are the same
+    alike: list[list[int]]  # indices of parameter groups; groups of equal settings are together
     places: Mapping[nn.Parameter, Place]
-    alone: set[nn.Parameter]  # weights whose gradients come by themselves
+    alone: set[nn.Parameter]  # weights whose gradients are separate tensors
     projected: set[nn.Parameter]
     groups: list[_Group]
     moved: list[_Moved] = field(default_factory=list)
     states: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
-    """of what is moved"""
+    """state of torch's optimizer, by ``_Moved.numbers``"""
     z: Tensor | None = None
-    """(D,), if a part of it stays what it is after a step; else it is made for each step"""
-    z_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # parts of Z that stay
-    rounded: Tensor | None = None  # Z in the type of the weights whose updates stay in it
+    """(D,), if a part of Z is kept after a step; otherwise Z is allocated in each step"""
+    z_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # parts of Z that are kept
+    rounded: Tensor | None = None  # Z in the type of the weights whose updates stay in Z
     rounded_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    inner: torch.optim.Optimizer = field(init=False)  # torch's, of what is moved
+    inner: torch.optim.Optimizer = field(init=False)  # torch's optimizer of ``moved``
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
-    """A rule in coordinates, with parameter groups, schedulers and state like any torch optimizer.
+    """An update rule in the projected space, with groups and state like any torch optimizer.
 
-    Gradients do not come through ``p.grad``, whose shape would be the weight's: call ``receive``
-    with the private gradients, then ``step``. Moments are float32 whatever the weight's dtype.
+    Gradients are not read from ``p.grad``, which would have the shape of the weight. Call
+    ``receive`` with the private gradients, then ``step``. Moments are float32 for all weights.
 
     Args:
         params: parameters or parameter groups, which may set ``lr``, ``weight_decay`` and the
-            settings of the rule for themselves.
+            settings of the rule.
         lr: the learning rate.
         rule: a name in ``UPDATE_RULES``: ``adam``, ``sgd`` or ``momentum``.
-        weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. Of a
-            weight that is kept apart, Z is multiplied at once and W at the next merge, by the
-            product of the factors since the last one: between merges the decay of W lags.
+        weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. If the
+            updates are stored separately (``keep_apart``), Z is multiplied in each step, and W at
+            the next merge by the product of all factors since the last merge.
         rounding_seed: the public seed of the rounding.
-        keep_changes: ``changes`` then has what was added to each projected weight since the start,
-            but for what is kept apart and not merged yet, and is a part of the state.
-        **settings: those of the rule: ``betas`` and ``eps``, the decay rates of Adam's moments and
-            what is added to the root of the second; ``momentum``.
+        keep_changes: whether ``changes`` stores the total change of each projected weight, as part
+            of the state. Updates that are stored separately are included when they are merged.
+        **settings: settings of the rule: ``betas`` and ``eps`` of Adam, ``momentum`` of momentum.
 
     Raises:
-        ValueError: for an unknown rule, a setting it does not have, or a value out of range.
+        ValueError: for an unknown rule, a setting that the rule does not have, or a value out of
+            range.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed
         self.numbers_at_once: int | None = None
-        """How many numbers of a weight have a float32 copy at once; None: by the device."""
+        """Elements of a weight that have a float32 copy at a time; None: depends on the device."""
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        self._apart: dict[nn.Parameter, Projector] = {}  # what Z is a coordinate of
-        self._flat: Tensor | None = None  # private gradients side by side
+        self._apart: dict[nn.Parameter, Projector] = {}  # projectors of separately stored updates
+        self._flat: Tensor | None = None  # concatenated private gradients
         self._places: Mapping[nn.Parameter, Place] = {}
         self._laid_out: _LaidOut | None = None
 
@@ -172,12 +172,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         flat: Tensor | None = None,
         places: Mapping[nn.Parameter, Place] | None = None,
     ) -> None:
-        """Takes the private gradients of the next step, in coordinates.
+        """Receive the private gradients of the next step.
 
         Args:
-            private_grads: weight -> gradient, in coordinates where it has a projector.
+            private_grads: weight -> gradient; projected, if the weight has a projector.
             projectors: weight -> projector.
-            flat: (D,), the gradients of other weights, side by side.
+            flat: (D,), the concatenated gradients of the other weights.
             places: weight -> the position of its gradient in ``flat``.
         """
         self._private_grads, self._projectors = private_grads, projectors or {}
@@ -185,51 +185,57 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates the parameters from the gradients received, once.
+        """Update the parameters by the gradients received. Each gradient is applied once.
 
         Raises:
-            PrivacyError: if nothing was received since the last step, as there was no release; or
-                what was received is of other parameters, as after something replaced the model's.
+            PrivacyError: if no gradients were received since the last step; or if they belong to
+                parameters that the optimizer does not have.
         """
         if closure is not None:
-            raise PrivacyError("A closure would differentiate without noise; it is not supported.")
+            raise PrivacyError(
+                "step(closure) is not supported: a closure would compute gradients without noise. "
+                "Call receive() with private gradients, then step()."
+            )
         if self._private_grads is None:
-            raise PrivacyError("step() without receive(): there is no private gradient to apply.")
+            raise PrivacyError(
+                "step() without receive(): there is no private gradient to apply. Call receive() "
+                "before each step."
+            )
         self._refuse_other_coordinates()
         laid_out = self._lay_out(self._private_grads)
         z_of = self._prepare(laid_out, self._private_grads)
-        for group, own in zip(self.param_groups, laid_out.groups, strict=True):
-            self._decay_what_is_moved(group, own)
+        for group, weights in zip(self.param_groups, laid_out.groups, strict=True):
+            self._decay(group, weights)
         laid_out.inner.step()
         if not self._rule.counts_steps:
             for state in laid_out.states.values():
                 state["step"] += 1
-        for group, own in zip(self.param_groups, laid_out.groups, strict=True):
-            self._move_weights(group, own, z_of)
-            for weight in own.by_rows:
+        for group, weights in zip(self.param_groups, laid_out.groups, strict=True):
+            self._move_weights(group, weights, z_of)
+            for weight in weights.by_rows:
                 self._move_by_rows(weight, self._private_grads[weight], group)
         self._clear(laid_out, z_of)
         self._private_grads, self._projectors, self._flat = None, {}, None
 
-    def _refuse_strange(self, given: set[nn.Parameter]) -> None:
-        strange = given.difference(*(group["params"] for group in self.param_groups))
-        if strange:
+    def _refuse_unknown(self, given: set[nn.Parameter]) -> None:
+        unknown = given.difference(*(group["params"] for group in self.param_groups))
+        if unknown:
             raise PrivacyError(
-                f"{len(strange)} of {len(given)} private gradients are of parameters "
-                "that the optimizer does not have, and would move nothing. Make it of the "
-                "parameters that the model has now."
+                f"{len(unknown)} of {len(given)} private gradients belong to parameters that the "
+                "optimizer does not have, so they would not be applied. Make the optimizer of the "
+                "model's current parameters."
             )
 
     def _prepare(
         self, laid_out: _LaidOut, private_grads: Mapping[nn.Parameter, Tensor]
     ) -> dict[nn.Parameter, Tensor]:
-        """Gives torch's optimizer the private gradients and the rates of now.
+        """Pass the private gradients and the current learning rates to torch's optimizer.
 
         Returns:
             Weight -> its part of Z.
         """
-        for own, (first, *_) in zip(laid_out.inner.param_groups, laid_out.alike, strict=True):
-            own.update(self._settings_of(self.param_groups[first]))
+        for inner, (first, *_) in zip(laid_out.inner.param_groups, laid_out.alike, strict=True):
+            inner.update(self._settings_of(self.param_groups[first]))
         z, z_of = laid_out.z, dict(laid_out.z_of)
         if z is None and self._flat is not None:
             z = torch.zeros_like(self._flat)
@@ -244,45 +250,45 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if weight not in self._projectors:
                 gradient = rows_here(gradient, weight)
             if in_place:
-                numbers.data = local(weight).detach()  # which something may have replaced
+                numbers.data = local(weight).detach()  # its storage may have been replaced
             elif weight not in z_of:
                 numbers.data = z_of[weight] = torch.zeros(gradient.shape, device=numbers.device)
             _check_shape(numbers, gradient.shape)
-            numbers.grad = gradient.contiguous()  # as torch's kernel takes for granted
+            numbers.grad = gradient.contiguous()  # torch's fused kernel requires it
         return z_of
 
-    def _decay_what_is_moved(self, group: dict[str, Any], own: _Group) -> None:
-        """Multiplies what torch's optimizer is about to move by ``1 - lr * weight_decay``."""
+    def _decay(self, group: dict[str, Any], weights: _Group) -> None:
+        """Apply weight decay to the tensors that torch's optimizer updates in place."""
         decay = _decay_of(group)
         if decay == 1:
             return
-        kept = [self.state[w]["update"] for w in own.apart]
-        kept += [self.state[w][_VALUE] for w in own.valued]
-        if targets := [*kept, *(local(weight) for weight in own.in_place)]:
+        kept = [self.state[w]["update"] for w in weights.apart]
+        kept += [self.state[w][_VALUE] for w in weights.valued]
+        if targets := [*kept, *(local(weight) for weight in weights.in_place)]:
             torch._foreach_mul_(targets, decay)
-        for weight in own.apart:
+        for weight in weights.apart:
             self.state[weight]["decay"] *= decay
 
     def _move_weights(
-        self, group: dict[str, Any], own: _Group, z_of: Mapping[nn.Parameter, Tensor]
+        self, group: dict[str, Any], weights: _Group, z_of: Mapping[nn.Parameter, Tensor]
     ) -> None:
-        """Moves weights by Z, but for those whose updates stay in it."""
+        """Add Z to the weights, except to weights whose updates stay in Z."""
         decay = _decay_of(group)
-        for weight in own.lifted:
+        for weight in weights.lifted:
             self._add_lifted(weight, z_of[weight], self._projectors[weight], decay)
-        if own.added:
-            targets = [local(weight) for weight in own.added]
+        if weights.added:
+            targets = [local(weight) for weight in weights.added]
             if decay != 1:
                 torch._foreach_mul_(targets, decay)
-            torch._foreach_add_(targets, [_here(z_of[weight], weight) for weight in own.added])
-        if own.valued:
-            targets = [local(weight) for weight in own.valued]
-            torch._foreach_copy_(targets, [_here(z_of[weight], weight) for weight in own.valued])
+            torch._foreach_add_(targets, [_here(z_of[w], w) for w in weights.added])
+        if weights.valued:
+            targets = [local(weight) for weight in weights.valued]
+            torch._foreach_copy_(targets, [_here(z_of[w], w) for w in weights.valued])
 
     def _move_by_rows(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Moves an unprojected weight of fewer than 32 bits, of which few rows are float32 at once.
+        """Update an unprojected 16-bit weight in blocks of rows, to limit float32 copies.
 
-        The optimizer of torch is given one block of rows after another, with their moments.
+        Torch's optimizer receives one block of rows after the other, with their moments.
         """
         here, gradient, decay = local(weight), rows_here(gradient, weight), _decay_of(group)
         state = self.state[weight]
@@ -299,7 +305,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         state["step"] += 1
 
     def _clear(self, laid_out: _LaidOut, z_of: Mapping[nn.Parameter, Tensor]) -> None:
-        """Frees what was made for the step, and sets to zero what moved weights of what stays."""
+        """Free the tensors of the step, and set the applied parts of Z to zero."""
         for moved in laid_out.moved:
             moved.numbers.grad = None
             stays = (
@@ -307,26 +313,26 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             )
             if not stays:
                 moved.numbers.data = moved.numbers.new_empty(0)
-        passed_on = [w for own in laid_out.groups for w in (*own.lifted, *own.added)]
-        if stale := [z_of[weight] for weight in passed_on if weight in laid_out.z_of]:
+        applied = [w for weights in laid_out.groups for w in (*weights.lifted, *weights.added)]
+        if stale := [z_of[weight] for weight in applied if weight in laid_out.z_of]:
             torch._foreach_zero_(stale)
         if laid_out.rounded is not None and laid_out.z is not None:
             laid_out.rounded.copy_(laid_out.z)
 
-    # ---- What torch's optimizer moves ----
+    # ---- The layout of Z ----
 
     def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in ("lr", *self._rule.settings)}
 
     def _alike(self) -> list[list[int]]:
-        """Returns the numbers of the groups, together where their settings are the same now."""
-        found: dict[str, list[int]] = {}
+        """Return lists of indices of the parameter groups that have equal settings now."""
+        by_settings: dict[str, list[int]] = {}
         for number, group in enumerate(self.param_groups):
-            found.setdefault(repr(self._settings_of(group)), []).append(number)
-        return list(found.values())
+            by_settings.setdefault(repr(self._settings_of(group)), []).append(number)
+        return list(by_settings.values())
 
     def _lay_out(self, private_grads: Mapping[nn.Parameter, Tensor]) -> _LaidOut:
-        """Returns Z, laid out anew if it is for other weights than at the last step."""
+        """Return the layout of the last step, or a new one if weights or settings changed."""
         known, alike = self._laid_out, self._alike()
         if (
             known is not None
@@ -336,7 +342,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             and known.projected == self._projectors.keys()
         ):
             return known
-        self._refuse_strange({*self._places, *private_grads})
+        self._refuse_unknown({*self._places, *private_grads})
         new = _LaidOut(
             *(alike, self._places, {*private_grads}, {*self._projectors}),
             groups=[_Group() for _ in self.param_groups],
@@ -360,11 +366,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _lay_side_by_side(
         self, new: _LaidOut, number_of: Mapping[nn.Parameter, int], inner_of: Mapping[int, int]
     ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
-        """Puts the state of the weights in the vector side by side, as their gradients are.
+        """Concatenate the state of the weights whose gradients are in the flat vector.
 
         Yields:
-            Neighbours of one setting that were updated equally often: the first of them, their
-            part of Z and its state.
+            For neighbouring weights with the same settings and number of updates: the first weight,
+            their part of Z, and its state.
         """
         if self._flat is None:
             return
@@ -378,13 +384,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for weight, place in self._places.items():
             getattr(new.groups[number_of[weight]], kinds[weight]).append(weight)
             count = float(self.state[weight].get("step", 0.0))
-            own = inner_of[number_of[weight]], count
-            if last != (place.start, *own):
+            same = inner_of[number_of[weight]], count
+            if last != (place.start, *same):
                 step = torch.full((), count, device=self._flat.device)
                 runs.append((weight, slice(place.start, place.start), {"step": step}))
             first, part, state = runs[-1]
             runs[-1] = first, slice(part.start, place.stop), state
-            last = place.stop, *own
+            last = place.stop, *same
             views = {key: place.of(vector) for key, vector in vectors.items()}
             self._take_over(weight, views | {"step": state["step"]})
             self._keep(new, weight, kinds[weight])
@@ -400,10 +406,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         number_of: Mapping[nn.Parameter, int],
         private_grads: Mapping[nn.Parameter, Tensor],
     ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
-        """Makes the state of the weights whose gradients are not in the vector.
+        """Make the state of the weights whose gradients are separate tensors.
 
         Yields:
-            Each that torch's optimizer moves at once, with its part of Z, or itself, and its state.
+            For each weight that is not updated by rows: the weight, its part of Z (or the weight
+            itself), and its state.
         """
         for weight, gradient in private_grads.items():
             state, here, kind = self.state[weight], local(weight), self._kind(weight)
@@ -412,7 +419,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             elif kind == "added" and here.dtype is torch.float32 and here.is_contiguous():
                 kind = "in_place"
             getattr(new.groups[number_of[weight]], kind).append(weight)
-            like = gradient if weight in self._projectors else weight  # may be spread
+            like = gradient if weight in self._projectors else weight  # the weight may be sharded
             step = torch.full((), float(state.get("step", 0.0)), device=here.device)
             moments = {key: self._moment(state.get(key), like) for key in self._rule.moments}
             self._take_over(weight, moments | {"step": step})
@@ -423,18 +430,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if kind == "apart":
                 new.z_of[weight] = numbers.data = torch.zeros_like(gradient)
                 self._keep(new, weight, kind)
-            own = {key: local(moment) for key, moment in moments.items()}
-            yield weight, _Moved(numbers, None, weight, kind == "in_place"), own | {"step": step}
+            parts = {key: local(moment) for key, moment in moments.items()}
+            yield weight, _Moved(numbers, None, weight, kind == "in_place"), parts | {"step": step}
 
     def _moment(self, known: Tensor | None, like: Tensor) -> Tensor:
-        """Returns a float32 tensor with contiguous numbers: the known one, if that will do."""
+        """Return a contiguous float32 moment: ``known`` if it fits ``like``, otherwise zeros."""
         if known is not None and known.shape == like.shape and known.is_contiguous():
             return spread(known, like)
         options: Any = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
         return torch.zeros_like(like, **options)
 
     def _kind(self, weight: nn.Parameter) -> str:
-        """Returns which list of its group a weight is in, if its gradient is in the vector."""
+        """Return the list in ``_Group`` for a weight whose gradient is in the flat vector."""
         if weight in self._apart:
             return "apart"
         if weight in self._projectors:
@@ -442,7 +449,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return "valued" if is_short(weight) else "added"
 
     def _take_over(self, weight: nn.Parameter, places: Mapping[str, Tensor]) -> None:
-        """Copies the state of a weight to where it is from now on."""
+        """Copy the state of a weight to its new tensors."""
         state = self.state[weight]
         for key, place in places.items():
             if key in state and key != "step" and state[key] is not place:
@@ -451,31 +458,31 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             state[key] = place
 
     def _keep(self, new: _LaidOut, weight: nn.Parameter, kind: str) -> None:
-        """Moves what Z already has of a weight to where it is from now on."""
+        """Copy the part of Z that is kept for a weight to its new tensor."""
         state = self.state[weight]
         if kind == "apart":
             z = new.z_of[weight].copy_(state["update"])
-            state["update"].set_(z)  # which a branch has
+            state["update"].set_(z)  # in place, because a branch uses this tensor
         elif kind == "valued":
             value, now = state.get(_VALUE), whole(weight.detach())
             if value is None or not torch.equal(value.to(weight.dtype), now):
-                value = now  # of a run that kept none, or it was changed
+                value = now  # there is no float32 value yet, or the weight was changed
             state[_VALUE] = new.z_of[weight].copy_(value)
 
     def _round_apart(self, new: _LaidOut) -> None:
-        """Makes a copy of Z in the type of the weights whose updates stay in it."""
+        """Make a copy of Z in the type of the weights whose updates stay in Z."""
         apart = [weight for weight in new.places if weight in self._apart]
         if apart and new.z is not None:
             new.rounded = z = new.z.to(apart[0].dtype)
             same = [weight for weight in apart if weight.dtype is z.dtype]
             new.rounded_of = {weight: new.places[weight].of(z) for weight in same}
 
-    # ---- What is added to weights ----
+    # ---- Lifted updates ----
 
     def _add_lifted(
         self, weight: nn.Parameter, z: Tensor, projector: Projector, decay: float
     ) -> None:
-        """Makes the weight ``decay * W + lift(z)``, without an m x n temporary."""
+        """Set the weight to ``decay * W + lift(z)``, without an m x n temporary."""
         if self.changes is not None:
             self.changes.add(weight, projector, z)
         here = local(weight)
@@ -490,44 +497,44 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     # ---- Weights of fewer than 32 bits ----
 
     def _blocks(self, weight: nn.Parameter) -> list[_Block]:
-        """Returns the blocks of rows of a weight that this process has, or parts of them.
+        """Return the blocks of rows of a weight, or their parts in this process.
 
-        Each gets the number of its coins, which are the same however the weight is spread.
+        Each block has a number that seeds its rounding, which does not depend on the sharding.
         """
-        group = self.param_groups[0]  # a part of the state that is saved and not of one weight
+        group = self.param_groups[0]  # saved state that does not belong to one weight
         most = self.numbers_at_once or (_BLOCK if weight.device.type == "cpu" else GPU_BLOCK)
         numbered = list(enumerate(row_blocks(weight, most), group.get("rounded", 0) + 1))
         if is_short(weight):
             group["rounded"] = numbered[-1][0] if numbered else group.get("rounded", 0)
         if weight.dim() == 0:
             return [_Block(number, ..., ..., None) for number, _ in numbered]
-        own, found = local_rows(weight), []
+        local_part, blocks = local_rows(weight), []
         for number, block in numbered:
             stop = min(block.stop, len(weight))
-            rows = slice(max(block.start, own.start), min(stop, own.stop))
+            rows = slice(max(block.start, local_part.start), min(stop, local_part.stop))
             if rows.start < rows.stop:
-                here = slice(rows.start - own.start, rows.stop - own.start)
+                here = slice(rows.start - local_part.start, rows.stop - local_part.start)
                 among = stop - block.start, rows.start - block.start
-                found.append(_Block(number, here, rows, among))
-        return found
+                blocks.append(_Block(number, here, rows, among))
+        return blocks
 
     def _write(self, here: Tensor, block: _Block, total: Tensor) -> None:
-        coins = rounding_generator(self._rounding_seed, block.number, here.device)
-        here[block.here] = round_at_random(total, here.dtype, coins, block.among)
+        generator = rounding_generator(self._rounding_seed, block.number, here.device)
+        here[block.here] = round_at_random(total, here.dtype, generator, block.among)
 
     @torch.no_grad()
     def keep_apart(self, weight: nn.Parameter, projector: Projector) -> Tensor:
-        """Keeps the updates of a weight as coordinates of ``projector``, from now on.
+        """Store the updates of a weight separately, as coordinates Z of ``projector``.
 
-        What was kept as coordinates of another projector is merged first. A state that was loaded
-        continues, if it is called with the projector that was in force when the state was saved.
+        Updates that were stored for another projector are merged first. To continue a loaded state,
+        pass a projector with the P of the saved state.
 
         Returns:
-            Z, float32: the weight is now ``W + projector.lift(Z)``. The tensor changes in place,
+            Z, float32: the weight is now ``W + projector.lift(Z)``. The tensor is updated in place
             until the next call or ``load_state_dict``.
 
         Raises:
-            PrivacyError: if a state was loaded that was made with another projection.
+            PrivacyError: if a loaded state has another shape of Z.
         """
         if self._apart.get(weight, projector) is not projector:
             self._merge(weight)
@@ -542,15 +549,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return state["update"]
 
     def kept_apart(self, weight: nn.Parameter) -> Tensor:
-        """Returns Z of a weight that is kept apart, in the weight's type, until the next step."""
+        """Return Z of a weight with separately stored updates, in the weight's type.
+
+        The tensor is valid until the next step.
+        """
         rounded = None if self._laid_out is None else self._laid_out.rounded_of.get(weight)
         return self.state[weight]["update"].to(weight.dtype) if rounded is None else rounded
 
     @torch.no_grad()
     def merge_(self) -> None:
-        """Moves what is kept apart into the weights, rounded at random without bias; Z is then 0.
+        """Merge all separately stored updates into the weights by unbiased stochastic rounding.
 
-        Call it on every rank before weights are saved or handed on.
+        All Z are 0 afterwards. Call it on every rank before weights are saved or replaced.
         """
         for weight in self._apart:
             self._merge(weight)
@@ -575,14 +585,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if weight in given
         ):
             raise PrivacyError(
-                "A gradient was received in other coordinates than the updates of its weight are "
-                "kept in. Call LowRankUpdates.use() with the projectors before the forward pass."
+                "The private gradient of a weight has another projection than the updates stored "
+                "for this weight. Call LowRankUpdates.use() with the projectors of the step before "
+                "the forward pass."
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state.
+        """Return the state, with whole tensors.
 
-        A collective call where weights are sharded: it holds whole tensors.
+        If weights are sharded, all processes must call this together.
         """
         packed = super().state_dict()
         for index, entry in packed["state"].items():
@@ -595,23 +606,23 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return packed
 
     def _numbered(self, packed: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yields each weight with its number in a state."""
+        """Yield the index in the state and the weight, for each weight."""
         order = [index for group in packed["param_groups"] for index in group["params"]]
         weights = [weight for group in self.param_groups for weight in group["params"]]
         return zip(order, weights, strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state; it stays float32, where torch would cast it like the weight.
+        """Load a state. It stays float32, where torch would cast it to the weight's type.
 
         Raises:
-            ValueError: if it is that of another rule, or holds updates that were not merged into
-                what is now a float32 weight.
+            ValueError: if the state belongs to another rule; or if it contains updates that were
+                not merged, and the weight is float32 now.
         """
         for entry in state_dict["state"].values():
             self._check_rule(entry)
         saved = state_dict["state"]
-        own = _CHANGE, _VALUE
-        plain = {i: {k: entry[k] for k in entry if k not in own} for i, entry in saved.items()}
+        extra = _CHANGE, _VALUE
+        plain = {i: {k: entry[k] for k in entry if k not in extra} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
         self._apart, self._laid_out = {}, None
@@ -627,29 +638,30 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if "update" in entry and not is_short(weight):
                 if entry["update"].any() or entry["decay"] != 1:
                     raise ValueError(
-                        "The state holds updates that were never merged into the weights, which "
-                        f"are {weight.dtype} now. Resume in the type of the checkpoint."
+                        "The state contains updates that were not merged into the weights, and "
+                        f"the weights are {weight.dtype} now. Resume with weights of the "
+                        "checkpoint's type."
                     )
                 del self.state[weight]["update"], self.state[weight]["decay"]
 
     def _check_rule(self, entry: Mapping[str, Any]) -> None:
         every = {key for rule in UPDATE_RULES.values() for key in rule.moments}
-        found, needed = every & entry.keys(), set(self._rule.moments)
-        if "step" in entry and found != needed:
+        saved, needed = every & entry.keys(), set(self._rule.moments)
+        if "step" in entry and saved != needed:
             raise ValueError(
-                f"The state has the moments {sorted(found)}, and rule={self._rule.name!r} needs "
+                f"The state has the moments {sorted(saved)}, but rule={self._rule.name!r} needs "
                 f"{sorted(needed)}. Resume with the rule that the checkpoint was made with."
             )
 
     def state_bytes(self) -> int:
-        """Returns the bytes of the moments, and of kept updates, values and changes."""
+        """Return the size of the moments, stored updates, float32 values and changes, in bytes."""
         keys = (*self._rule.moments, "update", _VALUE)
         kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
         return kept + (0 if self.changes is None else self.changes.nbytes)
 
 
 class ProjectedAdam(ProjectedOptimizer):
-    """``ProjectedOptimizer`` with the rule ``adam``, whose arguments it takes."""
+    """``ProjectedOptimizer`` with ``rule="adam"``, and the arguments of ``torch.optim.Adam``."""
 
     def __init__(
         self,
@@ -669,14 +681,14 @@ def _decay_of(group: Mapping[str, Any]) -> float:
 
 
 def _here(z: Tensor, weight: nn.Parameter) -> Tensor:
-    """Returns the rows of Z that this process has of an unprojected weight."""
+    """Return the rows of Z that belong to this process's part of an unprojected weight."""
     return z if z.shape == local(weight).shape else rows_here(z, weight)
 
 
 def _check_shape(kept: Tensor, shape: tuple[int, ...]) -> None:
     if kept.shape != shape:
         raise PrivacyError(
-            f"The optimizer's state has shape {tuple(kept.shape)} where the private gradient "
-            f"has {tuple(shape)}: the projection changed. Resume with the projection, "
-            "projection_rank and optim_target_modules that the checkpoint was made with."
+            f"The optimizer's state has shape {tuple(kept.shape)}, but the private gradient has "
+            f"{tuple(shape)}: the projection changed. Resume with the projection, projection_rank "
+            "and optim_target_modules that the checkpoint was made with."
         )

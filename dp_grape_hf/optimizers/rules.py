@@ -1,9 +1,9 @@
 """The update rules: optimizers of torch, and which of their settings a user may choose.
 
-A rule moves coordinates by private gradients. That is post-processing and costs no privacy.
+A rule updates coordinates by private gradients. This is post-processing and costs no privacy.
 
-To add a rule, add a row to ``UPDATE_RULES``. The optimizer has to move each number by itself,
-because it is given a vector in which many weights lie side by side.
+To add a rule, add a row to ``UPDATE_RULES``. The optimizer must be elementwise, because it receives
+a vector that concatenates many weights.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from torch import Tensor, nn
 
 
 class Setting(NamedTuple):
-    """A number that defines a rule."""
+    """A setting of an update rule: its default, and whether a value is in range."""
 
     default: Any
     good: Callable[[Any], bool]
 
 
 class UpdateRule(NamedTuple):
-    """How a step follows from gradients and state.
+    """An update rule: an optimizer of torch with its arguments.
 
     Args:
-        name: what arguments call it.
+        name: the value of the option ``update_rule``.
         optimizer: the class in torch.
-        counts_steps: whether that counts the steps in its state.
-        fixed: arguments of it that nobody chooses.
-        moments: the tensors that it keeps of each parameter, and the power of the gradient that
-            they are averages of.
-        settings: arguments of it that a parameter group may set for itself, beside ``lr``.
+        counts_steps: whether this class counts the steps in its state.
+        fixed: arguments of the class with fixed values.
+        moments: name of a state tensor -> the power of the gradient that it averages.
+        settings: arguments of the class that a parameter group may set, in addition to ``lr``.
     """
 
     name: str
@@ -43,7 +42,7 @@ class UpdateRule(NamedTuple):
     settings: Mapping[str, Setting]
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a value for every setting.
+        """Return a value for every setting: the given one or the default.
 
         Raises:
             ValueError: for a setting that the rule does not have, or a value out of range.
@@ -51,10 +50,10 @@ class UpdateRule(NamedTuple):
         for name in given:
             if name not in self.settings:
                 raise ValueError(
-                    f"{name}={given[name]!r} is no setting of the update rule {self.name!r}, which "
-                    f"has: {', '.join(self.settings) or 'none'}. Leave it out."
+                    f"{name}={given[name]!r} is not a setting of the update rule {self.name!r}, "
+                    f"which has: {', '.join(self.settings) or 'none'}. Leave it out."
                 )
-        values = {name: given.get(name, own.default) for name, own in self.settings.items()}
+        values = {n: given.get(n, setting.default) for n, setting in self.settings.items()}
         for name, value in values.items():
             require_in_range(name, value, self.settings[name].good(value))
         return values
@@ -62,11 +61,11 @@ class UpdateRule(NamedTuple):
     def make(
         self, groups: list[dict[str, Any]], states: Mapping[Any, dict[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        """Returns torch's optimizer of parameter groups, without weight decay.
+        """Return torch's optimizer of the parameter groups, without weight decay.
 
         Args:
-            groups: each with ``params``, ``lr`` and a value for every setting.
-            states: parameter -> its count of steps, ``step``, and its moments.
+            groups: groups with ``params``, ``lr`` and a value for every setting.
+            states: parameter -> state: the number of steps, ``step``, and the moments.
         """
         made = self.optimizer(groups, **self.fixed)
         made.state.update(states)
@@ -74,7 +73,7 @@ class UpdateRule(NamedTuple):
 
 
 def require_in_range(name: str, value: Any, good: bool) -> None:
-    """Raises a ``ValueError`` with the name and the value of a setting that is not good."""
+    """Raise a ``ValueError`` with the name and the value of a setting that is out of range."""
     if not good:
         raise ValueError(f"{name}={value} is out of range.")
 
@@ -85,13 +84,13 @@ def moved_from_zero(
     gradients: Iterable[Tensor],
     rates: Iterable[float],
 ) -> Tensor:
-    """Returns where gradients move numbers that begin at 0.
+    """Return the position that an update rule reaches from 0.
 
     Args:
         rule: the rule.
-        settings: those of its settings that are not the default.
-        gradients: of one shape, for one step after another.
-        rates: as many learning rates.
+        settings: settings of the rule that differ from the default.
+        gradients: the gradient of each step, all of the same shape.
+        rates: the learning rate of each step.
     """
     optimizer, numbers = None, nn.Parameter(torch.zeros(1))
     for gradient, rate in zip(gradients, rates, strict=True):
@@ -125,4 +124,4 @@ _MOMENTUM = UpdateRule(
     settings={"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)},
 )
 UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _SGD, _MOMENTUM)}
-"""By the names that arguments use."""
+"""Value of the option ``update_rule`` -> rule."""
