@@ -1,8 +1,8 @@
 """The options and methods of a run, its plan for N examples, and the options that are refused.
 
-``arguments`` checks and fixes the options, whose table is ``dp_grape_hf.options``. ``methods`` has
-the table of methods, which plug-ins can extend, ``refusals`` the combinations that would void the
-promise, and ``plan`` works out noise, steps and sampling rate.
+``arguments`` checks the options, whose table is ``dp_grape_hf.options``, and makes them read-only.
+``methods`` has the table of methods, which plug-ins can extend. ``refusals`` refuses combinations
+that would void the guarantee. ``plan`` computes noise, number of steps and sampling rate.
 """
 
 from dp_grape_hf.arguments.arguments import (

@@ -1,4 +1,4 @@
-"""``DPGrapeTrainingArguments``: what is promised, by which method, and what each option may be."""
+"""``DPGrapeTrainingArguments``: the options of a private run, with their defaults and checks."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 ALIASES = {option.short: name for name, option in OPTIONS.items() if option.short is not None}
 UPDATE_STEPS = 100
 RANK = 16
-HOST_RATE = 5e-5  # the default of transformers
+HOST_RATE = 5e-5  # learning rate: the default of transformers
 INDEPENDENT = "independent"
 
 _OWN = {name for name, option in OPTIONS.items() if not option.of_host}
-# What a run, its noise and its ledger rely on. The host itself sets some of its other options.
+# Options that cannot change after they were checked. The Trainer sets some of its other options.
 _FIXED = _OWN | FIXED_OF_HOST
 _OF_P = ("projection", "projection_update_steps")
 _Class = TypeVar("_Class", bound=type)
 
 if TYPE_CHECKING:
     _Host = TrainingArguments
-else:  # a base with fields would override the defaults of the host that stands behind it
+else:  # a base with fields would override the defaults of the class after it
     _Host = object
 
 
 class _FromTable:
-    """Becomes the field of a dataclass that has the option's name, default and help."""
+    """A placeholder that becomes a dataclass field with the default and help of its option."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         option = OPTIONS[name]
@@ -64,20 +64,24 @@ _IN_TABLE: Any = _FromTable()
 
 @dataclass(repr=False)
 class DPGrapeArguments(_Host):
-    """What a private run needs to know, in front of ``TrainingArguments`` or a class made of it.
+    """The options of a private run, as a base class before ``TrainingArguments`` or a subclass.
 
-    Put it first among the bases, under ``accepts_short_names``, as ``DPGrapeTrainingArguments``
-    does. Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given. The short names
-    ``eps``, ``delta``, ``r`` and ``F`` are accepted as keywords and on the command line.
+    Make it the first base, and decorate the class by ``accepts_short_names``, as
+    ``DPGrapeTrainingArguments`` does. Pass exactly one of ``target_epsilon`` and
+    ``noise_multiplier``. The short names ``eps``, ``delta``, ``r`` and ``F`` are accepted as
+    keywords and on the command line.
 
-    Other than in ``TrainingArguments``: ``max_grad_norm`` bounds each sample's gradient, not the
-    batch's; ``gradient_accumulation_steps`` only multiplies the expected batch size and is then set
-    to 1; an epoch has 1/q steps; ``optim`` is Adam in projected coordinates; an accelerator other
-    than CUDA is left alone for the CPU, as the random numbers of no other were examined.
+    Differences from ``TrainingArguments``:
+
+    * ``max_grad_norm`` bounds the gradient of each sample, not of the batch.
+    * ``gradient_accumulation_steps`` only multiplies the expected batch size, and is then set to 1.
+    * An epoch is 1/q steps.
+    * ``optim`` is Adam in the projected space.
+    * Accelerators other than CUDA are not used, because their random numbers were not examined.
 
     Raises:
         PrivacyError: if a value is out of range, two values contradict each other, or an option
-            would void the guarantee. The message names the option, its value and what to do.
+            would void the guarantee.
     """
 
     # ---- The promise ----
@@ -122,11 +126,11 @@ class DPGrapeArguments(_Host):
     eval_data_is_public: bool = _IN_TABLE
 
     refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET
-    """Name of an option of the host -> why it is refused, and what to do instead."""
-    _fixed = False  # an instance has True from the end of its checks on
+    """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
+    _fixed = False  # True after the checks of an instance
 
     def __post_init__(self) -> None:
-        """Fills in defaults and refuses what would void the guarantee."""
+        """Fill in defaults, and refuse options that would void the guarantee."""
         for name in _OWN:
             setattr(self, name, read(name, getattr(self, name)))
         self._fill_in()
@@ -138,18 +142,18 @@ class DPGrapeArguments(_Host):
         if (refuse := METHODS[self.method].refuse) is not None:
             refuse(self)
         if self.noise != INDEPENDENT:
-            self.ignore_data_skip = True  # draws that are thrown away would be somebody's turn
-        if self.private:  # the losses that it filters are withheld, and it has a GPU waited for
+            self.ignore_data_skip = True  # a skipped batch would use up the turn of its group
+        if self.private:  # losses are not logged, and the filter would synchronise with the GPU
             self.logging_nan_inf_filter = False
-        if self.gradient_checkpointing:  # both names of the option hold the same by now
+        if self.gradient_checkpointing:  # both names of the option have the same value here
             self._set_checkpointing_kwargs()
         accumulated = self.gradient_accumulation_steps != 1
         if self.expected_batch_size is not None and accumulated:
             raise PrivacyError(
                 f"expected_batch_size={self.expected_batch_size!r} and "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps!r} both set the "
-                "size of the logical batch. Leave gradient_accumulation_steps at 1: the logical "
-                "batch is split into physical batches of per_device_train_batch_size by itself."
+                "size of the logical batch. Leave gradient_accumulation_steps at 1: the trainer "
+                "splits the logical batch into physical batches of per_device_train_batch_size."
             )
         if self.expected_batch_size is None and (accumulated or not self.chooses):
             self.expected_batch_size = (
@@ -169,32 +173,29 @@ class DPGrapeArguments(_Host):
         self._fixed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuses to change an option after the arguments were made and checked.
+        """Set an attribute; refuse to change an option after the arguments were checked.
 
         Raises:
-            PrivacyError: with the name, both values and what to do.
+            PrivacyError: the option has another value already.
         """
         fixed = self._fixed and (name in _FIXED or name in self.refused_if_set)
         if fixed and value != (now := getattr(self, name)):
             raise PrivacyError(
                 f"{name}={value!r}: it is {now!r} and cannot be changed any more, because the "
-                "noise and the ledger rely on the options as they were checked. Make new arguments "
-                f"by dataclasses.replace(args, {name}=...), and a new trainer with them."
+                "noise and the ledger depend on it. Make new arguments by "
+                f"dataclasses.replace(args, {name}=...), and a new trainer with them."
             )
         super().__setattr__(name, value)
 
     def for_fresh_weights(self) -> Self:
-        """Returns arguments with choices for weights that are not pretrained.
-
-        A step is what limits those, and less noise at the end gains nothing (``choosing``).
-        """
+        """Return arguments with the choices for weights that are not pretrained (``choosing``)."""
         return self.with_choices({"noise": INDEPENDENT} | self._chosen(pretrained=False))
 
     def without_measuring(self, reason: str) -> Self:
-        """Returns arguments with a random P, for a model that cannot run on synthetic inputs.
+        """Return arguments with a random P, for a model that cannot run on synthetic inputs.
 
         Raises:
-            PrivacyError: principal directions were asked for; with the reason.
+            PrivacyError: ``projection="principal"`` was passed explicitly.
         """
         if self.projection != PRINCIPAL:
             return self
@@ -211,44 +212,44 @@ class DPGrapeArguments(_Host):
         )
 
     def with_engine(self, engine: str) -> Self:
-        """Returns a copy with another engine, where the loss asks for it."""
+        """Return a copy with another engine, for a loss that needs it."""
         chosen = copy(self)
         vars(chosen)["engine"] = engine
         return chosen
 
     def with_choices(self, options: Mapping[str, Any]) -> Self:
-        """Returns a copy in which the options that were not given have these values, by name."""
+        """Return a copy with these values, by name, for the options that were not given."""
         chosen = copy(self)
         vars(chosen).update({name: options[name] for name in self._open & options.keys()})
         return chosen
 
     @property
     def chosen_options(self) -> dict[str, Any]:
-        """The options that were not given and are chosen, with their values so far."""
+        """The options that the package chooses, by name, with their current values."""
         return {name: getattr(self, name) for name in sorted(self._open)}
 
     @property
     def logical_batch_size(self) -> int:
-        """The expected size of the logical batch, q N, which is known when a trainer is made."""
+        """The expected size of the logical batch, q N. It is known once a trainer is made."""
         assert self.expected_batch_size is not None
         return self.expected_batch_size
 
     @property
     def private(self) -> bool:
-        """Whether noise is asked for."""
+        """Whether the run adds noise."""
         return self.noise_multiplier != 0
 
     def _keep_to_examined_devices(self) -> None:
         if self.use_cpu or not torch.accelerator.is_available():
             return
-        found = torch.accelerator.current_accelerator()
-        if found is not None and found.type != "cuda":
+        device = torch.accelerator.current_accelerator()
+        if device is not None and device.type != "cuda":
             self.use_cpu = True
             logger.warning(
-                "Training on the CPU: whether noise and dropout masks of the device %r are as "
-                "secret and as random as the guarantee needs was not examined. use_cpu=True says "
-                "the same without this warning.",
-                found.type,
+                "Training on the CPU, not on the device %r: it was not examined whether the random "
+                "numbers of this device are random enough for the noise. Set use_cpu=True to avoid "
+                "this warning.",
+                device.type,
             )
 
     def _set_checkpointing_kwargs(self) -> None:
@@ -263,7 +264,7 @@ class DPGrapeArguments(_Host):
             self.activation_checkpointing_kwargs = kwargs
 
     def _fill_in(self) -> None:
-        """Fills in what the method implies."""
+        """Fill in the defaults of the method, and the options that the package chooses."""
         row = row_of(self.method)
         given = {n for n in _OF_P if getattr(self, n) is not None}
         if self.projection is None:
@@ -271,7 +272,7 @@ class DPGrapeArguments(_Host):
         principal = self.projection == PRINCIPAL
         if self.projection_update_steps is None and not principal:
             self.projection_update_steps = UPDATE_STEPS
-        # Whether what is not given is chosen, by the noise of the run (``choosing``).
+        # Whether the package chooses the options that were not given, by the noise of the run.
         self.chooses = (
             self.learning_rate is None
             and row.private
@@ -303,14 +304,14 @@ class DPGrapeArguments(_Host):
             self._set_not_private()
 
     def _chosen(self, *, pretrained: bool) -> dict[str, Any]:
-        """Returns the options that are chosen where they are not given."""
-        found = {"lr_scheduler_type": schedule(pretrained=pretrained)}
+        """Return the choices for options that were not given."""
+        choices = {"lr_scheduler_type": schedule(pretrained=pretrained)}
         if self.projection == PRINCIPAL:
-            found |= rule_and_rank(pretrained=pretrained)
-        return found
+            choices |= rule_and_rank(pretrained=pretrained)
+        return choices
 
     def _set_not_private(self) -> None:
-        """Sets sigma to 0 and C to infinity, and refuses to promise anything."""
+        """Set sigma to 0 and C to infinity, and refuse a budget."""
         options = {
             "target_epsilon": (None,),
             "noise_multiplier": (None, 0),
@@ -320,18 +321,18 @@ class DPGrapeArguments(_Host):
             value = getattr(self, name)
             if value not in allowed:
                 raise PrivacyError(
-                    f"{name}={value!r} contradicts method={self.method!r}, which neither clips nor "
-                    "adds noise and has no finite epsilon. Leave it out, or choose a private "
+                    f"{name}={value!r} contradicts method={self.method!r}, which does not clip, "
+                    "adds no noise and has no finite epsilon. Leave it out, or choose a private "
                     f"method: {', '.join(name for name, row in METHODS.items() if row.private)}."
                 )
         self.noise_multiplier, self.max_grad_norm = 0.0, math.inf
 
 
 def accepts_short_names(cls: _Class) -> _Class:
-    """Lets a dataclass of arguments be made with ``eps``, ``delta``, ``r`` and ``F`` as keywords.
+    """Make a dataclass of arguments accept the keywords ``eps``, ``delta``, ``r`` and ``F``.
 
     Raises:
-        PrivacyError: when an instance is made, if a quantity is given under both its names.
+        PrivacyError: when an instance is made with both names of an option.
     """
     generated: Any = cls.__init__  # type: ignore[misc]
 
@@ -341,8 +342,8 @@ def accepts_short_names(cls: _Class) -> _Class:
             if short in kwargs:
                 if name in kwargs:
                     raise PrivacyError(
-                        f"{short}={kwargs[short]!r} and {name}={kwargs[name]!r} are the same "
-                        "quantity; give one of them."
+                        f"{short}={kwargs[short]!r} and {name}={kwargs[name]!r} are two names of "
+                        "one option. Pass one of them."
                     )
                 kwargs[name] = kwargs.pop(short)
         generated(self, *args, **kwargs)
@@ -356,10 +357,10 @@ def accepts_short_names(cls: _Class) -> _Class:
 class DPGrapeTrainingArguments(DPGrapeArguments, TrainingArguments):
     """``TrainingArguments`` of a differentially private run.
 
-    ``eps``, ``delta`` and ``num_train_epochs`` are enough: without ``learning_rate`` all else that
-    is not given is chosen (``dp_grape_hf.choosing``). Each field says in its metadata what it is:
-    ``HfArgumentParser`` shows that for ``--help``, and the page of ``dp_grape_hf/arguments`` has
-    all. What is other than in the host, and refused, is said of ``DPGrapeArguments``.
+    Pass ``eps``, ``delta`` and ``num_train_epochs``. Without ``learning_rate``, the package chooses
+    the other options (``dp_grape_hf.choosing``). ``dp_grape_hf.options`` documents each option;
+    ``HfArgumentParser`` shows the same texts for ``--help``. ``DPGrapeArguments`` lists the
+    differences from ``TrainingArguments``.
 
     >>> args = DPGrapeTrainingArguments(output_dir="out", eps=6.0, delta=1e-5, report_to="none")
     >>> args.target_epsilon, args.chooses, args.clipping

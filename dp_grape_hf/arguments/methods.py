@@ -1,10 +1,10 @@
-"""The table of methods: what each is, as settings of one mechanism; and how plug-ins add rows.
+"""The table of training methods, to which plug-ins can add rows.
 
-All of them use one sampler, one clipping and one source of noise (``mechanism``), one accountant
-and one ledger, so one argument about sensitivity covers them: a sample contributes a vector of norm
-at most C to the sum that meets the noise. Methods differ in what that vector is (the gradient, its
-projection, the answer to a query), and in what is done with the private sum afterwards, which is
-post-processing and free. A plug-in can choose these two, and nothing else.
+All methods use the same sampler, clipping, noise (``mechanism``), accountant and ledger. So one
+sensitivity argument covers them: a sample contributes a vector of norm at most C to the sum to
+which noise is added. Methods differ in two things. One is the vector: the gradient, its projection
+or the vector of a query. The other is the use of the private sum, which is post-processing and
+costs no privacy. A plug-in can choose only these two.
 
 To add a method to the package, add a row. ``register_method`` adds one from outside.
 """
@@ -28,52 +28,53 @@ OptimizerAndOptions = tuple[type[torch.optim.Optimizer], dict[str, Any]]
 
 
 class Update:
-    """What a plug-in does with private sums: post-processing, which costs no privacy.
+    """Base class for a plug-in's use of private updates: post-processing, which costs no privacy.
 
-    One object is made for each run. It sees private updates only, and no sample.
+    One object is made for each run. It receives private updates only, and no samples.
 
     Attributes:
-        projection: a projection whose state is saved with the optimizer's; None without any.
+        projection: a projection whose state is saved with the optimizer's state; None if there is
+            no projection.
     """
 
     projection: SavedProjection | None = None
 
     def optimizer(self, usual: OptimizerAndOptions) -> OptimizerAndOptions:
-        """Returns the optimizer's class and its options.
+        """Return the class of the optimizer and its options.
 
         Args:
-            usual: ``ProjectedOptimizer``, with the options that the arguments ask for.
+            usual: ``ProjectedOptimizer``, with options from the training arguments.
         """
         return usual
 
     def hand_over(self, optimizer: Any, step: int, private_grads: Mapping[str, Tensor]) -> None:
-        """Gives the optimizer a private update; it moves the weights when it is stepped.
+        """Pass a private update to the optimizer, before ``optimizer.step()``.
 
         Args:
             optimizer: an object of the class that ``optimizer`` returned.
             step: the number of the step, from 0.
-            private_grads: the private update by name, of the engine's ``released_shapes``.
+            private_grads: name -> private update, with the engine's ``released_shapes``.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the table.
+    """A row of the table of methods.
 
     Args:
-        title: what people call it.
+        title: the name of the method in the literature.
         source: where it is defined.
-        private: whether samples are clipped and noise is added. If not, epsilon is infinite.
-        projection: the family of projections that is used unless another is asked for.
-        projections: the families that may be asked for.
-        update_rule: the one that is used unless another is asked for.
-        adapter: whether it trains a low-rank adapter, which PEFT has put into the model.
-        query: of a plug-in: makes the engine whose vectors replace per-sample gradients, given
-            arguments, model and loss. Of a private method it is a ``QueryEngine``.
-        update: of a plug-in: makes what is done with private sums, given arguments and engine.
-            Per-sample gradients are then not projected: the projection is the plug-in's.
-        refuse: of a plug-in: raises ``PrivacyError`` for arguments that it cannot take.
+        private: whether gradients are clipped and noise is added. If not, epsilon is infinite.
+        projection: the default of the option ``projection``.
+        projections: the allowed values of ``projection``.
+        update_rule: the default of the option ``update_rule``.
+        adapter: whether the method trains a LoRA adapter that PEFT added to the model.
+        query: of a plug-in: returns the engine whose vectors replace per-sample gradients, given
+            arguments, model and loss. For a private method it must return a ``QueryEngine``.
+        update: of a plug-in: returns an ``Update``, given arguments and engine. Per-sample
+            gradients are then not projected, because the plug-in projects private updates.
+        refuse: of a plug-in: raises ``PrivacyError`` for arguments that it does not support.
     """
 
     title: str
@@ -89,12 +90,12 @@ class Method:
 
     @property
     def projected(self) -> bool:
-        """Whether it projects anything: samples' gradients or, in a plug-in, private sums."""
+        """Whether it projects per-sample gradients or, in a plug-in, private updates."""
         return set(self.projections) != {"identity"}
 
     @property
     def projected_at_capture(self) -> bool:
-        """Whether each sample's gradient is projected, in the backward pass."""
+        """Whether per-sample gradients are projected in the backward pass."""
         return self.projected and self.update is None
 
 
@@ -110,32 +111,32 @@ _METHODS = {
     "dp_lora": Method("DP-LoRA", "Yu et al. 2021", adapter=True),
 }
 METHODS: Mapping[str, Method] = MappingProxyType(_METHODS)
-"""Name -> row: the methods of the package, and those that were registered."""
+"""Name -> row: the methods of the package and the registered plug-ins."""
 
 
 def register_method(name: str, method: Method) -> None:
-    """Adds a plug-in's row to the table, so that ``method=name`` asks for it.
+    """Add a plug-in's row to the table, so that ``method=name`` selects it.
 
     Guarantee:
-        A plug-in has no part in clipping, noise, sampling, accounting and the ledger: these act on
-        the vectors that its query returns, as on any gradient. ``QueryEngine`` says what is asked
-        of a query.
+        A plug-in does not change clipping, noise, sampling, accounting or the ledger: they treat
+        the vectors of its query like gradients. ``QueryEngine`` documents the requirements on a
+        query.
 
     Raises:
-        PrivacyError: if the name has another row already.
+        PrivacyError: if the name already has another row.
     """
     if _METHODS.setdefault(name, method) != method:
         raise PrivacyError(
-            f"register_method({name!r}): this name belongs to {_METHODS[name].title}. Choose "
-            "another name."
+            f"register_method({name!r}): this name already belongs to {_METHODS[name].title}. "
+            "Choose another name."
         )
 
 
 def row_of(method: str) -> Method:
-    """Returns the row of a method.
+    """Return the row of a method.
 
     Raises:
-        PrivacyError: if there is none.
+        PrivacyError: if there is no such method.
     """
     if method not in METHODS:
         raise PrivacyError(
@@ -147,9 +148,9 @@ def row_of(method: str) -> Method:
 
 
 def _refuse_draws_of_a_batch(model: nn.Module) -> None:
-    """Refuses what a configuration lets a model draw once for all rows of a batch.
+    """Refuse a config with which the model shares a random draw between the rows of a batch.
 
-    Running the model would tell as well, but one draw after another.
+    Running the model would find such draws too, but only one at a time.
     """
     config: dict[str, Any] = getattr(getattr(model, "config", None), "__dict__", {})
     off: dict[str, Any] = {
@@ -159,36 +160,39 @@ def _refuse_draws_of_a_batch(model: nn.Module) -> None:
     if config.get("apply_spec_augment") and masks:
         off["apply_spec_augment"] = False
     if off:
-        found = " and ".join(f"{name}={config[name]!r}" for name in off)
+        shared = " and ".join(f"{name}={config[name]!r}" for name in off)
         needed = ", ".join(f"{name}={value!r}" for name, value in off.items())
         raise PrivacyError(
-            f"{found} in the model's config: one draw for a whole batch couples its examples. Load "
-            f"the model with from_pretrained(..., {needed})."
+            f"{shared} in the model's config: the examples of a batch would share a random draw, "
+            "so an example's gradient would depend on its batch. Load the model with "
+            f"from_pretrained(..., {needed})."
         )
 
 
 def refuse_model(method: str, model: nn.Module) -> None:
-    """Refuses a model that a method cannot train, or that would make it another method.
+    """Refuse a model that a method cannot train.
 
     Raises:
-        PrivacyError: for weights that are spread over processes or devices; and for an adapter
-            method, if the model has no adapter or trains other weights.
+        PrivacyError: if weights are sharded or on several devices, if the examples of a batch share
+            random draws, or if a method for adapters has no adapter to train.
     """
     places: dict[torch.device, str] = {}
     for name, weight in model.named_parameters():
         if isinstance(weight, DTensor):
             raise PrivacyError(
-                f"{name} is spread over processes, by tp_plan or distributed_config say: clipping "
-                "would see a part of each gradient. Load all of it in every process. If it is "
-                'too large for a device, fsdp=True and fsdp_config={"version": 2} spread it.'
+                f"{name} is sharded over processes, for instance by tp_plan or distributed_config, "
+                "so clipping would see only a part of each gradient. Load the whole model in every "
+                "process. If it is too large for a device, set fsdp=True and "
+                'fsdp_config={"version": 2}, which shard it.'
             )
         places.setdefault(weight.device, name)
     if len(places) > 1:
-        found = ", ".join(f"{name} on {device}" for device, name in places.items())
+        listed = ", ".join(f"{name} on {device}" for device, name in places.items())
         raise PrivacyError(
-            f"The model's weights are on several devices ({found}), by device_map say. Load it "
-            "without; several processes then train it together, each on a device. If it is too "
-            'large for one, fsdp=True and fsdp_config={"version": 2} spread its weights.'
+            f"The model's weights are on several devices ({listed}), for instance by device_map. "
+            "Load it without device_map, and start one process for each device. If the model is "
+            'too large for one device, set fsdp=True and fsdp_config={"version": 2}, which shard '
+            "its weights."
         )
     if METHODS[method].private:
         _refuse_draws_of_a_batch(model)
@@ -197,6 +201,6 @@ def refuse_model(method: str, model: nn.Module) -> None:
     trainable = [name for name, weight in model.named_parameters() if weight.requires_grad]
     if not any("lora_" in name for name in trainable):
         raise PrivacyError(
-            f"{method=} trains a LoRA adapter, and the model has none. Make it with "
+            f"{method=} trains a LoRA adapter, but the model has none. Add one by "
             "peft.get_peft_model(model, LoraConfig(...)), or choose method='dp_adam'."
         )

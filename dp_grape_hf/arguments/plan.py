@@ -1,4 +1,4 @@
-"""The privacy plan of a run: N, q, the number of steps and sigma, fixed before data is touched."""
+"""The privacy plan of a run: N, q, the number of steps and sigma, fixed before data are read."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ from dp_grape_hf.projections import PRINCIPAL
 
 logger = logging.getLogger(__name__)
 
-# What the record of a mechanism takes from arguments of the same name.
+# The fields of a mechanism that have the value of the argument of the same name.
 _RECORDED = {f.name for f in fields(Mechanism)} & {f.name for f in fields(DPGrapeArguments)}
 
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent so far: ``epsilon``, an upper bound, at ``delta``.
+    """The privacy that a run has spent so far: ``epsilon``, an upper bound, at ``delta``.
 
-    It is that of ``steps`` releases of the ``mechanism``, and of earlier runs on the same data, and
+    It covers ``steps`` releases of the ``mechanism`` and earlier runs on the same data, and
     protects one ``mechanism.privacy_unit``.
     """
 
@@ -66,30 +66,30 @@ class PrivacySpent:
 
     @property
     def private(self) -> bool:
-        """Whether there is a finite epsilon."""
+        """Whether epsilon is finite."""
         return math.isfinite(self.epsilon)
 
 
 class PrivacyPlan:
-    """What the arguments mean for a dataset of a given size.
+    """Noise, number of steps and sampling rate for given arguments and a dataset size.
 
     Args:
         args: the arguments of the run.
-        dataset_size: the length of the training dataset, used as N unless ``args.num_samples``
-            declares another; with an ``args.privacy_unit_column`` the number of its values.
-        earlier: the runs that the model comes from, if any (``find_earlier``). What they spent on
-            the same data is within the target, and in every epsilon.
-        public_dataset: what the projection is measured on, described, if not on synthetic inputs.
-        most_bands: the most steps that noise may be correlated over where ``args.noise`` does not
-            say that it is to be.
-        clipped_apart: the module, if any, whose parameters are clipped apart from all others.
+        dataset_size: the length of the training dataset, or with ``args.privacy_unit_column`` the
+            number of its values. It is N, unless ``args.num_samples`` declares another value.
+        earlier: the earlier runs of the model, if any (``find_earlier``). Their cost on the same
+            data is a part of the target and of every epsilon.
+        public_dataset: a description of the data for measuring the projection; None for synthetic
+            inputs.
+        most_bands: the largest number of bands, if ``args.noise`` is None.
+        clipped_apart: the module, if any, whose parameters are clipped separately from the others.
 
     Attributes:
-        args: the arguments, with a batch size where it was to be chosen.
-        steps: how many releases the run makes, and sigma was calibrated for.
+        args: the arguments, with the batch size that was chosen, if it was not given.
+        steps: the number of releases of the run, for which sigma is calibrated.
 
     Raises:
-        PrivacyError: if no such run can keep the promise.
+        PrivacyError: if no run can keep the budget.
     """
 
     def __init__(
@@ -109,16 +109,17 @@ class PrivacyPlan:
         num_samples = args.num_samples or dataset_size
         given = args.max_steps if args.max_steps > 0 else None
         if args.expected_batch_size is None:
-            passes = args.num_train_epochs
-            size = batch_and_steps(num_samples, passes, steps=given)[0]
+            epochs = args.num_train_epochs
+            size = batch_and_steps(num_samples, epochs, steps=given)[0]
             args = args.with_choices({"expected_batch_size": size})
         self.args = args
         batch = args.logical_batch_size
         if batch > num_samples:
             raise PrivacyError(
                 f"The expected batch size {batch} is larger than the {num_samples} training "
-                f"{unit}s. Lower expected_batch_size, or per_device_train_batch_size and "
-                "gradient_accumulation_steps, whose product with the number of processes it is."
+                f"{unit}s. Lower expected_batch_size. Its default is the product of "
+                "per_device_train_batch_size, gradient_accumulation_steps and the number of "
+                "processes."
             )
         delta = args.target_delta
         if args.private and delta is not None:
@@ -134,25 +135,25 @@ class PrivacyPlan:
                 require_same_neighbours(self._mechanism, earlier.runs)
             self._curve = self._curve_of_run()
             if self._spent_before and args.target_epsilon is not None:
-                self._say_what_is_left()
+                self._report_remaining_budget()
 
-    def _say_what_is_left(self) -> None:
+    def _report_remaining_budget(self) -> None:
         assert self._curve is not None
-        spent, own = self._curve.epsilon(0), self._mechanism
+        spent = self._curve.epsilon(0)
         logger.warning(
-            "earlier_data='same': target_epsilon=%g is for all runs on the data, and earlier ones "
-            "spent %.4g of it. That leaves %.4g for the %d steps of this run, whose noise "
-            "multiplier is %.4g (that of the last run: %.4g).",
+            "earlier_data='same': target_epsilon=%g is the budget of all runs on the data, and "
+            "earlier runs spent %.4g of it. This leaves %.4g for the %d steps of this run. Its "
+            "noise multiplier is %.4g; the last run had %.4g.",
             self.args.target_epsilon,
             rounded_up(spent),
             max(0.0, (self.args.target_epsilon or 0.0) - spent),
             self.steps,
-            own.noise_multiplier,
+            self._mechanism.noise_multiplier,
             self._spent_before[-1].noise_multiplier,
         )
 
     def _calibrated(self) -> Mechanism:
-        """Returns the mechanism with the noise that the budget asks for."""
+        """Return the mechanism with the noise that the budget requires."""
         args = self.args
         assert args.target_epsilon is not None
         assert args.target_delta is not None
@@ -160,9 +161,9 @@ class PrivacyPlan:
         if reasons:
             raise PrivacyError(
                 f"target_epsilon={args.target_epsilon!r} cannot be met with earlier_data='same': "
-                f"the earlier run has no guarantee ({'; '.join(reasons)}), so whatever comes from "
-                "it has none. Give noise_multiplier instead, or begin with a model from before "
-                "that run."
+                f"the earlier run has no guarantee ({'; '.join(reasons)}), so a run that starts "
+                "from its weights has none either. Pass noise_multiplier instead, or start from "
+                "the model before that run."
             )
         asked = asdict(self._mechanism.releases(self.steps))
         del asked["noise_multiplier"], asked["bands"]
@@ -176,14 +177,14 @@ class PrivacyPlan:
         most = self._most_bands if args.noise is None else None
         if args.noise == INDEPENDENT or most == 1:
             return self._with_noise(find_noise_multiplier(**budget))
-        found = find_bands(most=most, **self._workload(), **budget)
-        several = len(found.coefficients) > 1
+        banded = find_bands(most=most, **self._workload(), **budget)
+        several = len(banded.coefficients) > 1
         return self._with_noise(
-            found.noise_multiplier, json.dumps(found.coefficients) if several else None
+            banded.noise_multiplier, json.dumps(banded.coefficients) if several else None
         )
 
     def _workload(self) -> dict[str, Any]:
-        """Returns what the weights make of releases, as ``what_arrives`` takes it."""
+        """Return how updates enter the weights: the arguments of ``what_arrives``."""
         args = self.args
         assert args.update_rule is not None
         averages = 1 in UPDATE_RULES[args.update_rule].moments.values()
@@ -192,9 +193,9 @@ class PrivacyPlan:
             every = self._mechanism.projection_update_steps
         if every is not None and every < self.steps:
             logger.warning(
-                "noise='banded' with a projection that is made anew every %d steps: later noise "
-                "takes back earlier noise only between two of these. With projection='principal' "
-                "it does so over the whole run.",
+                "noise='banded' with a projection that is redrawn every %d steps: noise cancels "
+                "only between two redraws, so the gain is smaller. Use projection='principal', "
+                "with which noise cancels over the whole run.",
                 every,
             )
         inertia = args.adam_beta1 if averages else 0.0
@@ -210,14 +211,14 @@ class PrivacyPlan:
         )
 
     def _curve_of_run(self) -> EpsilonCurve:
-        """Returns epsilon by this run's steps, in addition to earlier releases."""
+        """Return epsilon as a function of this run's steps, including earlier releases."""
         delta = self.args.target_delta
         assert delta is not None
-        own = self._mechanism.releases(self.steps)
-        return EpsilonCurve(own, delta, self.args.accountant, self._spent_before)
+        releases = self._mechanism.releases(self.steps)
+        return EpsilonCurve(releases, delta, self.args.accountant, self._spent_before)
 
     def _asked(self, num_samples: int) -> Mechanism:
-        """Returns what the arguments ask for; without noise, where that is still to be found."""
+        """Return the mechanism of the arguments, with sigma = 0 if it is not calibrated yet."""
         args = self.args
         given = {name: getattr(args, name) for name in _RECORDED}
         if args.projection == "identity":
@@ -232,7 +233,7 @@ class PrivacyPlan:
             "num_samples": num_samples,
             "projection_side": "input" if args.projection == PRINCIPAL else "smaller",
             "privacy_unit": args.privacy_unit_column or EXAMPLE,
-            "noise": SECURE if args.secure_noise else None,  # bands are found with the noise
+            "noise": SECURE if args.secure_noise else None,  # calibration sets banded noise
             "public_dataset": self._public_dataset,
             "clipped_apart": self._clipped_apart,
             "gradient_factors": None
@@ -245,22 +246,22 @@ class PrivacyPlan:
     def mechanism(self) -> Mechanism:
         """The public parameters of the run, as the ledger records them.
 
-        The accountant is the one that answers: the one asked for, or the one in its place.
+        If ``args.accountant`` fails, the recorded accountant is the one that replaced it.
         """
         if self._curve is None:
             return self._mechanism
-        self._curve.epsilon(self.steps)  # only then it is known whether the first can answer
+        self._curve.epsilon(self.steps)  # this decides which accountant is used
         return replace(self._mechanism, accountant=self._curve.accountant)
 
     def require_agreement(
         self, dataset_size: int, updates: int, trainable: Mapping[str, Tensor]
     ) -> None:
-        """Refuses processes whose draws and sums would not fit together; a collective call.
+        """Refuse to train if processes differ in settings. All processes must call this together.
 
-        ``updates`` is how many the weights contain.
+        ``updates`` is the number of updates in the weights.
         """
         facts: dict[str, object] = asdict(self.mechanism)
-        # They follow from the others, and may depend on the kind of processor in the last digit.
+        # These follow from the other values, and their last digit may depend on the processor.
         for name in ("noise_multiplier", "coefficients", "noise", "accountant"):
             del facts[name]
         names = repr([(name, tuple(weight.shape)) for name, weight in trainable.items()])
@@ -276,18 +277,18 @@ class PrivacyPlan:
     def start_ledger(
         self, checkpoint: str | None, *, updates: int, before: Ledger | None
     ) -> Ledger:
-        """Starts the ledger of a run, or resumes the one of a checkpoint.
+        """Start the ledger of a run, or resume the ledger of a checkpoint.
 
-        With several processes the first calls it for all of them (``Ledger.shared``).
+        With several processes, only the first one calls it (``Ledger.shared``).
 
         Args:
             checkpoint: the folder to resume from, if any.
-            updates: how many updates its weights contain.
+            updates: the number of updates in its weights.
             before: the ledger of an earlier run of the same weights, if any.
 
         Raises:
-            PrivacyError: if nothing is left to spend, a resumed ledger does not fit, or the folder
-                is that of another run (``refuse_used_folder``).
+            PrivacyError: if the budget is spent, a resumed ledger does not fit, or the folder
+                belongs to another run (``refuse_used_folder``).
         """
         live = Path(str(self.args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
@@ -295,7 +296,7 @@ class PrivacyPlan:
             recorded = Ledger.load(copy)
             self._require_same_runs_before(copy, recorded)
             self._keep_noise(recorded.mechanism)
-            self.note_choice(recorded.mechanism.chosen)  # those rates are in the checkpoint
+            self.note_choice(recorded.mechanism.chosen)  # the checkpoint has these learning rates
             ledger = Ledger.resume(live, copy, self.mechanism, updates=updates)
         else:
             self.refuse_start(before)
@@ -310,9 +311,9 @@ class PrivacyPlan:
         left, bands = self.releases_left(ledger), len(ledger.mechanism.bands)
         if bands > 1 and 0 < left < self.steps - updates:
             logger.warning(
-                "noise='banded': %g of the %d steps that are missing can be made. A resumed run "
-                "begins a new round of %d steps, and the one that was left counts whole. With "
-                "save_steps a multiple of %d none is lost but those after the checkpoint.",
+                "noise='banded': the budget allows %g of the %d remaining steps. A resumed run "
+                "begins a new round of %d steps, and the interrupted round counts as complete. Set "
+                "save_steps to a multiple of %d to lose only the steps after a checkpoint.",
                 left,
                 self.steps - updates,
                 bands,
@@ -320,39 +321,40 @@ class PrivacyPlan:
             )
         if left <= 0 < self.steps - updates:
             raise PrivacyError(
-                f"The budget is spent: {ledger.steps} releases of {self.steps} were made, "
-                f"{updates} of which are in {checkpoint}; those made after it count as well. The "
-                "checkpoint itself is private as it is; so are later ones of the same run."
+                f"The budget is spent: {ledger.steps} releases of {self.steps} were made, and "
+                f"{checkpoint} contains {updates} of them. Releases after the checkpoint count "
+                "too. You can use this checkpoint, or a later one of the run, as the private "
+                "model."
             )
         return ledger
 
     def refuse_start(self, before: Ledger | None) -> None:
-        """Refuses a new run whose budget would add to one that is forgotten.
+        """Refuse a new run that would not count the releases of an earlier run.
 
         Args:
             before: the ledger of an earlier run of the same weights, if any.
 
         Raises:
-            PrivacyError: that ledger has releases, or the folder is that of another run
+            PrivacyError: that ledger has releases, or the folder belongs to another run
                 (``refuse_used_folder``).
         """
         if before is not None and before.steps:
             raise PrivacyError(
-                f"This trainer has made {before.steps} releases on this model already, and the "
+                f"This trainer has already made {before.steps} releases on this model, but the "
                 "noise was calibrated for one run. Resume with resume_from_checkpoint, or make "
-                "a new trainer: its budget then adds to the one spent."
+                "a new trainer, which counts the epsilon already spent."
             )
         refuse_used_folder(self.args, self._earlier)
 
     def _advise_on_saving(self) -> None:
-        """Says which save_steps a run with banded noise can be resumed from without a loss."""
+        """Warn if checkpoints are saved in the middle of a round of banded noise."""
         args, bands = self.args, len(self.mechanism.bands)
         every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * self.steps)
         if args.save_strategy == "steps" and every < self.steps and every % bands:
             logger.warning(
-                "save_steps=%g is no multiple of %d, the number of steps in a round of this run's "
-                "banded noise. A run that is resumed in the middle of a round loses up to %d of "
-                "its steps, because a round that was begun counts whole. Set save_steps=%d, or "
+                "save_steps=%g is not a multiple of %d, the number of steps in a round of this "
+                "run's banded noise. A run that resumes in the middle of a round loses up to %d of "
+                "its steps, because an interrupted round counts as complete. Set save_steps=%d, or "
                 "another multiple of %d.",
                 args.save_steps,
                 bands,
@@ -362,11 +364,11 @@ class PrivacyPlan:
             )
 
     def note_choice(self, chosen: str | None) -> None:
-        """Has the ledger say what was chosen; call it before the ledger is started."""
+        """Set the choices that the ledger records. Call it before the ledger is started."""
         self._mechanism = replace(self._mechanism, chosen=chosen)
 
     def use_noise_of(self, mechanism: Mechanism) -> None:
-        """Takes over the noise that the first process found or resumed: it alone adds any."""
+        """Use the noise of the first process's mechanism, as only the first process adds noise."""
         before, banded = self._mechanism, self.args.noise != INDEPENDENT
         coefficients = mechanism.coefficients if banded else None
         self._mechanism = self._with_noise(mechanism.noise_multiplier, coefficients)
@@ -374,15 +376,15 @@ class PrivacyPlan:
             self._curve = self._curve and self._curve_of_run()
 
     def _keep_noise(self, recorded: Mechanism) -> None:
-        """Goes on with the noise of a run that is resumed, where that keeps the budget.
+        """Use the noise of the resumed run, if it keeps the budget.
 
-        The accountant that found it may be another one than here, and may need less noise.
+        The run may have been calibrated by another accountant, which needs less noise.
         """
-        target, found = self.args.target_epsilon, self._mechanism
+        target, calibrated = self.args.target_epsilon, self._mechanism
         if target is not None:
             self.use_noise_of(recorded)
             if self._curve is None or self._curve.epsilon(self.steps) > target:
-                self.use_noise_of(found)
+                self.use_noise_of(calibrated)
 
     def _require_same_runs_before(self, copy: Path, recorded: Ledger) -> None:
         if recorded.earlier != self._spent_before:
@@ -391,42 +393,41 @@ class PrivacyPlan:
                 for each in (self._spent_before, recorded.earlier)
             )
             raise PrivacyError(
-                f"{copy} records that its run began with {theirs} earlier releases on the same "
-                f"data, and this trainer counts {ours} (earlier_data={self.args.earlier_data!r}). "
-                "Resume with the model, earlier_data and earlier_ledger that the run began with."
+                f"{copy} records {theirs} earlier releases on the same data before its run, but "
+                f"this trainer counts {ours} (earlier_data={self.args.earlier_data!r}). Resume "
+                "with the model, earlier_data and earlier_ledger that the run began with."
             )
 
     def spent(self, ledger: Ledger | None) -> PrivacySpent:
-        """Returns epsilon for all that a ledger counts, earlier runs included."""
-        steps, counted, own = 0, 0, self._mechanism
+        """Return the privacy spent on all releases of a ledger, including earlier runs."""
+        steps, counted, mechanism = 0, 0, self._mechanism
         private = self._earlier is None or not self._earlier.not_private_reasons
         if ledger is not None:
-            steps, counted, own = ledger.steps, ledger.runs[-1].accounted.steps, ledger.mechanism
-            private = ledger.private
+            steps, mechanism, private = ledger.steps, ledger.mechanism, ledger.private
+            counted = ledger.runs[-1].accounted.steps
         epsilon = math.inf
         if private and self._curve is not None:
             epsilon = self._curve.epsilon(counted)
-        return PrivacySpent(epsilon, self.args.target_delta, steps, own)
+        return PrivacySpent(epsilon, self.args.target_delta, steps, mechanism)
 
     @property
     def epsilon_of_run(self) -> float:
-        """Epsilon of all steps that are planned, earlier runs included."""
+        """Epsilon after all planned steps, including earlier runs."""
         return math.inf if self._curve is None else self._curve.epsilon(self.steps)
 
     def releases_left(self, ledger: Ledger | None) -> float:
-        """Returns how many more releases the budget allows; infinite without a target epsilon."""
+        """Return how many more releases the budget allows; infinite without a target epsilon."""
         if self.args.target_epsilon is None or ledger is None:
             return math.inf
         *before, now = ledger.sessions
-        own = self._mechanism
-        budget = own.counted([self.steps]) - own.counted(before)
+        budget = self._mechanism.counted([self.steps]) - self._mechanism.counted(before)
         return min(self.steps - ledger.steps, budget - now)
 
 
 def schedule_of(args: Any, steps: int) -> list[float]:
-    """Returns what the rate is multiplied by at each step, by the scheduler that arguments ask for.
+    """Return the factor of the learning rate at each step, by the scheduler of the arguments.
 
-    One that follows a metric is taken for constant.
+    A scheduler that follows a metric counts as constant.
     """
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
     scheduler = get_scheduler(
@@ -446,15 +447,15 @@ def schedule_of(args: Any, steps: int) -> list[float]:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Refuses a training dataset that Poisson sampling cannot draw from by index."""
+    """Refuse a training dataset without random access, which Poisson sampling needs."""
     if dataset is None:
         return
     by_index = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
     if not (by_index and has_length(dataset)):
         raise PrivacyError(
             f"train_dataset is a {type(dataset).__name__} without random access: Poisson sampling "
-            "draws each example by its index. Load it as a map-style dataset "
-            "(streaming=False, or list(...))."
+            "reads examples by their index. Load it as a map-style dataset (streaming=False, or "
+            "list(...))."
         )
     if len(dataset) == 0:
-        raise PrivacyError("train_dataset is empty; there is nothing to train on.")
+        raise PrivacyError("train_dataset is empty. Pass a dataset with at least one example.")

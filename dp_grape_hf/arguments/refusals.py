@@ -1,6 +1,6 @@
-"""What is refused before a run begins: options that contradict each other, and the host's.
+"""Refuse options that contradict each other, and options of the Trainer that void the guarantee.
 
-Each option by itself is in range by then: `dp_grape_hf.options` has the ranges.
+The range of each option is checked before, by `dp_grape_hf.options`.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 
-# ---- Ours, among each other ----
+# ---- Contradictions between options of this package ----
 
 
-# Options that mean nothing in some methods: what they are about, and the methods that do that.
+# Options without effect in some methods: what they act on, and whether a method has it.
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", lambda row: row.projected),
     "gradient_factors": ("gradients that are clipped", lambda row: row.query is None),
@@ -32,7 +32,7 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
 
 
 def refuse_contradictions(args: Any) -> None:
-    """Refuses arguments of which each is in range, and filled in, but not all go together."""
+    """Refuse arguments that are each in range, but contradict each other."""
     _refuse_promise(args)
     _refuse_method(args)
     _refuse_units(args)
@@ -44,23 +44,24 @@ def refuse_contradictions(args: Any) -> None:
         _refuse_adapter(args)
     if math.isinf(args.max_grad_norm) and (args.private or args.clipping == Clipping.AUTOMATIC):
         raise PrivacyError(
-            f"max_grad_norm={args.max_grad_norm!r} leaves nothing to calibrate the noise to, or to "
-            "scale gradients to; give a finite C, or noise_multiplier=0 and clipping='flat'."
+            f"max_grad_norm={args.max_grad_norm!r} does not bound the sensitivity, so no noise "
+            "gives privacy, and clipping='automatic' has no norm to scale to. Pass a finite value, "
+            "or noise_multiplier=0 and clipping='flat'."
         )
 
 
 def _refuse_promise(args: Any) -> None:
-    """Refuses a budget that says too little or too much."""
+    """Refuse a budget that is incomplete or contradicts the noise."""
     if (args.target_epsilon is None) == (args.noise_multiplier is None):
         raise PrivacyError(
             f"target_epsilon={args.target_epsilon!r} and "
-            f"noise_multiplier={args.noise_multiplier!r}: give exactly one of them. "
-            "target_epsilon=8.0 asks for a budget; noise_multiplier=0 for no privacy at all."
+            f"noise_multiplier={args.noise_multiplier!r}: pass exactly one of them. "
+            "target_epsilon=8.0 sets a budget; noise_multiplier=0 trains without privacy."
         )
     if args.private and args.target_delta is None:
         raise PrivacyError(
-            "target_delta=None: an epsilon means nothing without its delta. Choose one well below "
-            "1/N, for example target_delta=1e-5."
+            "target_delta=None: epsilon has no meaning without a delta. Choose one well below 1/N, "
+            "for example target_delta=1e-5."
         )
     if args.secure_noise and not args.private:
         raise PrivacyError(
@@ -70,7 +71,7 @@ def _refuse_promise(args: Any) -> None:
 
 
 def _refuse_method(args: Any) -> None:
-    """Refuses what the method does not do, or does otherwise."""
+    """Refuse options that the method does not support."""
     row = METHODS[args.method]
     families = sorted(row.projections)
     if args.projection not in families:
@@ -83,30 +84,30 @@ def _refuse_method(args: Any) -> None:
         value = getattr(args, name)
         if value and value != defaults[name] and not makes(row):
             raise PrivacyError(
-                f"{name}={value!r} is about {what}, and method={args.method!r} makes none. "
-                "Leave it out."
+                f"{name}={value!r} has no effect: it acts on {what}, and method={args.method!r} "
+                "has none. Leave it out."
             )
 
 
 def _refuse_modes(args: Any) -> None:
-    """Refuses a form of per-sample gradients that nothing would come in."""
+    """Refuse a ``grad_sample_mode`` that the method or the engine does not have."""
     mode, row = args.grad_sample_mode, METHODS[args.method]
     if mode == GradSampleMode.AUTO:
         return
     if row.query is not None:
         raise PrivacyError(
-            f"grad_sample_mode={mode!r} is about gradients of samples, which "
-            f"method={args.method!r} does not compute. Leave it out."
+            f"grad_sample_mode={mode!r} has no effect: method={args.method!r} computes no "
+            "per-sample gradients. Leave it out."
         )
     if mode not in ENGINES[args.engine].grad_sample_modes:
         raise PrivacyError(
-            f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}; choose one "
+            f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}. Choose one "
             f"of: {', '.join(ENGINES[args.engine].grad_sample_modes)}."
         )
 
 
 def _refuse_compilation(args: Any) -> None:
-    """Refuses to compile a run that does not compute per-sample gradients in one pass."""
+    """Refuse to compile a run that does not compute per-sample gradients in one pass."""
     names = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
     given = [f"{name}={getattr(args, name)!r}" for name in names if getattr(args, name)]
     if not given:
@@ -123,24 +124,24 @@ def _refuse_compilation(args: Any) -> None:
         "fsdp gathers weights between layers": bool(args.fsdp),
     }
     if reason := next((text for text, applies in reasons.items() if applies), None):
-        raise PrivacyError(f"{given[0]} is refused: {reason}. Leave it out.")
+        raise PrivacyError(f"{given[0]} is not supported: {reason}. Leave it out.")
 
 
 def _refuse_adapter(args: Any) -> None:
-    """Refuses an adapter of a run whose change of the weights has no low rank, or is not kept."""
+    """Refuse to save an adapter if the change of the weights is not low-rank, or is not stored."""
     row, instead = METHODS[args.method], "or leave save_as at 'model'."
     if not row.projected_at_capture or args.projection == "identity":
         raise PrivacyError(
             f"save_as='adapter' with method={args.method!r} and projection={args.projection!r}: "
-            "only where gradients are projected at capture has every update of a weight low rank. "
+            "updates of a weight are low-rank only if per-sample gradients are projected. "
             f"Choose method='dp_grape' with a projection, {instead}"
         )
     for name, reason in (
         (
             "weight_decay",
-            "decay changes weights in all directions, which no adapter of low rank holds",
+            "weight decay changes weights in all directions, which a low-rank adapter cannot store",
         ),
-        ("load_best_model_at_end", "the adapter is that of the last step"),
+        ("load_best_model_at_end", "the adapter stores the change up to the last step"),
     ):
         if value := getattr(args, name):
             raise PrivacyError(
@@ -149,72 +150,72 @@ def _refuse_adapter(args: Any) -> None:
 
 
 def reason_against_bands(args: Any) -> str | None:
-    """Returns why noise cannot be correlated, and what to do; None if it can.
-
-    It has no analysis then, or nothing that later noise could take back.
-    """
+    """Return why noise cannot be correlated, and what to do; None if it can be."""
     if args.target_epsilon is None:
         return (
-            f"noise_multiplier={args.noise_multiplier!r}: the number of bands is found for a "
-            "budget, and so is the noise. Give target_epsilon instead."
+            f"noise_multiplier={args.noise_multiplier!r}: the number of bands and the noise are "
+            "computed for a budget. Pass target_epsilon instead."
         )
     if METHODS[args.method].query is not None:
         return (
-            f"method={args.method!r}: its private updates are no gradients, of which later noise "
-            "could take a part back. Leave noise out."
+            f"method={args.method!r}: its private updates are not gradients, so noise of later "
+            "steps would not cancel noise of earlier ones. Leave noise out."
         )
     if args.adjacency != Adjacency.ADD_OR_REMOVE_ONE:
-        return f"adjacency={args.adjacency!r} have no joint analysis. Leave out one of them."
+        return (
+            f"adjacency={args.adjacency!r}: the accountants cannot compute epsilon for this "
+            "combination. Leave out one of them."
+        )
     if args.secure_noise:
         return (
-            "secure_noise=True: the noise of a step is a function of all before it, and its low "
-            "bits would be no longer those of a grid. Leave out one of them."
+            "secure_noise=True: correlated noise is a sum over steps, which would not stay on the "
+            "public grid. Leave out one of them."
         )
     return None
 
 
 def _refuse_units(args: Any) -> None:
-    """Refuses what contradicts a column of privacy units, or needs one."""
+    """Refuse options that contradict ``privacy_unit_column``, or need it."""
     column = args.privacy_unit_column
     if column is None:
         if args.max_examples_per_unit is not None:
             raise PrivacyError(
-                f"max_examples_per_unit={args.max_examples_per_unit!r} needs "
-                "privacy_unit_column: without it each example is a unit. Name the column, or "
-                "leave it out."
+                f"max_examples_per_unit={args.max_examples_per_unit!r} needs privacy_unit_column: "
+                "without it, each example is a unit. Pass privacy_unit_column, or leave "
+                "max_examples_per_unit out."
             )
         return
     if column in ("", EXAMPLE):
         raise PrivacyError(
-            f"privacy_unit_column={column!r}: give the name of a column other than "
-            f"{EXAMPLE!r}, which the ledger uses for single examples."
+            f"privacy_unit_column={column!r}: the ledger uses {EXAMPLE!r} for single examples. "
+            "Pass a column with another, non-empty name."
         )
     if not METHODS[args.method].private:
         raise PrivacyError(
-            f"privacy_unit_column={column!r} with method={args.method!r}: that method protects "
-            "nobody, so it has no privacy units. Leave it out, or choose a private method."
+            f"privacy_unit_column={column!r} with method={args.method!r}: this method is not "
+            "private, so it has no privacy units. Leave it out, or choose a private method."
         )
     if args.expected_batch_size is None and not args.chooses:
         raise PrivacyError(
-            f"expected_batch_size=None with privacy_unit_column={column!r}: it counts units, "
-            "and its default counts examples. Give the expected number of units of a step."
+            f"expected_batch_size=None with privacy_unit_column={column!r}: the batch size counts "
+            "units, but its default counts examples. Pass the expected number of units of a step."
         )
 
 
-# ---- The host's ----
+# ---- Options of TrainingArguments ----
 
 REFUSED_IF_SET = {
-    "auto_find_batch_size": "it restarts training after steps whose releases are spent; set "
-    "per_device_train_batch_size, which has no influence on privacy",
-    "deepspeed": "it owns gradients and optimizer steps; for weights that are too large for one "
-    'device set fsdp=True and fsdp_config={"version": 2}, otherwise leave it out',
-    "fp16": "its loss scaler skips steps on Inf, which depends on the data; use bf16=True",
-    "use_liger_kernel": "its fused losses reduce over the batch; leave it out",
-    "neftune_noise_alpha": "its scale depends on the padded length, hence on batch-mates; leave it "
-    "out",
-    "debug": "it prints extreme activations of the training data; debug on public data with the "
+    "auto_find_batch_size": "it restarts training after steps whose epsilon is already spent. Set "
+    "per_device_train_batch_size, which does not change epsilon",
+    "deepspeed": "DeepSpeed computes gradients and optimizer steps itself. If the weights are too "
+    'large for one device, set fsdp=True and fsdp_config={"version": 2}, otherwise leave it out',
+    "fp16": "its loss scaler skips steps on Inf, which depends on the data. Use bf16=True",
+    "use_liger_kernel": "its fused losses reduce over the batch. Leave it out",
+    "neftune_noise_alpha": "its scale depends on the padded length, and so on the other examples "
+    "of the batch. Leave it out",
+    "debug": "it prints extreme activations of the training data. Debug on public data with the "
     "plain Trainer",
-    "optim_args": "the optimizer is Adam in projected coordinates; set learning_rate, adam_beta1, "
+    "optim_args": "the optimizer is Adam in the projected space. Set learning_rate, adam_beta1, "
     "adam_beta2, adam_epsilon and weight_decay",
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
@@ -225,8 +226,8 @@ FIXED_OF_HOST = {
     *("include_num_input_tokens_seen", "save_strategy", "load_best_model_at_end"),
     *("metric_for_best_model", "optim_target_modules", "torch_compile", "fsdp"),
 }
-"""More options of ``TrainingArguments`` that do not change after they were checked: the number of
-steps that the noise is calibrated for, and those that could be refused."""
+"""More options of ``TrainingArguments`` that cannot change after they were checked: they set the
+number of steps, for which the noise is calibrated, or some of their values are refused."""
 
 _MLFLOW = ("HF_MLFLOW_LOG_ARTIFACTS", "false")
 TRACKERS: dict[str, tuple[tuple[str, str], ...]] = {
@@ -242,21 +243,21 @@ TRACKERS: dict[str, tuple[tuple[str, str], ...]] = {
     "comet_ml": (("COMET_LOG_ASSETS", "false"),),
     "flyte": (("", "true"),),
 }
-"""Name in ``report_to`` -> the variables that make it upload whole checkpoints, and defaults.
+"""Name in ``report_to`` -> the environment variables that make it upload checkpoints, and defaults.
 
-The code of all of them was read: without these variables they send logs and configs alone.
+Without these variables, each of these trackers sends only logs and configs, by its source code.
 """
 
 
 def refuse_host_options(args: Any) -> None:
-    """Refuses options of the host, before it has seen them, that would void the guarantee."""
+    """Refuse options that would void the guarantee, before ``TrainingArguments`` checks them."""
     for name, reason in args.refused_if_set.items():
         if getattr(args, name):
-            raise PrivacyError(f"{name}={getattr(args, name)!r} is refused: {reason}.")
+            raise PrivacyError(f"{name}={getattr(args, name)!r} is not supported: {reason}.")
     if not args.skip_memory_metrics:
         raise PrivacyError(
-            "skip_memory_metrics=False is refused: peak memory tells the sizes of the draws. Leave "
-            "it at True."
+            "skip_memory_metrics=False is not supported: the peak memory depends on the sizes of "
+            "the sampled batches, which are secret. Leave it at True."
         )
     if not 0 <= args.label_smoothing_factor < 1:
         raise PrivacyError(
@@ -265,57 +266,57 @@ def refuse_host_options(args: Any) -> None:
         )
     if args.train_sampling_strategy not in ("random", "group_by_length"):
         raise PrivacyError(
-            f"train_sampling_strategy={args.train_sampling_strategy!r} is refused: batches are "
-            "Poisson draws, in which each example enters independently. Leave it at 'random'; each "
-            "draw is split by lengths anyway."
+            f"train_sampling_strategy={args.train_sampling_strategy!r} is not supported: the "
+            "guarantee needs Poisson sampling, which includes each example independently. Leave it "
+            "at 'random'. Each sampled batch is split by lengths anyway."
         )
     optim = OptimizerNames(args.optim).value
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise PrivacyError(
-            f"{optim=} is refused: the optimizer is Adam in projected coordinates. Leave optim at "
-            "its default."
+            f"{optim=} is not supported: the optimizer is Adam in the projected space. Leave optim "
+            "at its default."
         )
     counts = args.include_num_input_tokens_seen
     if counts not in ("no", False) and args.private:
         raise PrivacyError(
-            f"include_num_input_tokens_seen={counts!r} is refused: token counts of drawn batches "
-            "are un-noised functions of private data. For debugging on public data, set "
-            "noise_multiplier=0."
+            f"include_num_input_tokens_seen={counts!r} is not supported: token counts of sampled "
+            "batches are functions of private data without noise. Leave it out. For debugging on "
+            "public data, set noise_multiplier=0."
         )
     if not args.eval_data_is_public:
         _refuse_following_evaluation(args)
 
 
 def refuse_machine(args: Any) -> None:
-    """Refuses what the launcher and the environment ask for, once the host has completed it."""
+    """Refuse settings of launcher and environment, after ``TrainingArguments`` has read them."""
     _refuse_uploading_trackers(args.report_to)
     if args.mixed_precision == "fp16":
         raise PrivacyError(
-            "mixed_precision='fp16', from accelerate launch, is refused: its loss scaler skips "
-            "steps on Inf, which depends on the data. Use --mixed_precision bf16."
+            "mixed_precision='fp16', from accelerate launch, is not supported: its loss scaler "
+            "skips steps on Inf, which depends on the data. Use --mixed_precision bf16."
         )
     if args.secure_noise and args.world_size > 1:
         raise PrivacyError(
-            f"secure_noise={args.secure_noise!r} with {args.world_size} processes is refused: "
-            "what the others add to the noised sum would show its low bits. Train in one "
+            f"secure_noise={args.secure_noise!r} with {args.world_size} processes is not "
+            "supported: the sum over processes would not stay on the public grid. Train in one "
             "process, or leave it out."
         )
 
 
 def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
-    """Refuses trackers that would log gradients, or upload whole checkpoints."""
+    """Refuse trackers that would log gradients, or upload whole checkpoints."""
     trackers = [trackers] if isinstance(trackers, str) else trackers or []
     watched = os.environ.get("WANDB_WATCH")
     if "wandb" in trackers and watched in ("all", "gradients"):
         raise PrivacyError(
-            f"report_to={trackers!r} with WANDB_WATCH={watched!r} is refused: wandb would log "
-            "gradients of batches, without noise. Unset WANDB_WATCH, or set it to 'parameters'."
+            f"report_to={trackers!r} with WANDB_WATCH={watched!r} is not supported: wandb would "
+            "log gradients without noise. Unset WANDB_WATCH, or set it to 'parameters'."
         )
     if unknown := [name for name in trackers if name not in TRACKERS]:
         raise PrivacyError(
-            f"report_to={trackers!r}: {unknown[0]} is not known here, and may upload what is not "
-            f"private. Known are {', '.join(sorted(TRACKERS))}. If its callback sends nothing but "
-            "logs, pass it by callbacks= instead."
+            f"report_to={trackers!r}: {unknown[0]} is not a supported tracker, and may upload "
+            f"files that are not private. Choose from {', '.join(sorted(TRACKERS))}. If its "
+            "callback sends only logs, pass the callback by callbacks= instead."
         )
     pairs = [(name, *pair) for name in trackers for pair in TRACKERS[name]]
     for tracker, variable, default in pairs:
@@ -323,14 +324,14 @@ def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
         if value.strip().lower() not in ("", "0", "false", "no", "off", "none"):
             how = f"Set the environment variable {variable}=false" if variable else "Leave it out"
             raise PrivacyError(
-                f"report_to={trackers!r} with {variable or 'its default'}={value!r} is refused: "
-                f"{tracker} would upload whole checkpoints, with optimizer state and everything "
-                f"else that stays on this machine. {how}; push_to_hub publishes the model."
+                f"report_to={trackers!r} with {variable or 'its default'}={value!r} is not "
+                f"supported: {tracker} would upload whole checkpoints, whose optimizer and trainer "
+                f"states must stay on this machine. {how}; push_to_hub publishes the model."
             )
 
 
 def _refuse_following_evaluation(args: TrainingArguments) -> None:
-    """Refuses to choose weights or learning rates by a metric of evaluation data."""
+    """Refuse to choose weights or learning rates by a metric of private evaluation data."""
     strategy, scheduler = SaveStrategy(args.save_strategy), _scheduler(args.lr_scheduler_type)
     chooses = args.load_best_model_at_end or strategy is SaveStrategy.BEST
     if args.metric_for_best_model is not None and args.save_total_limit:
@@ -345,9 +346,9 @@ def _refuse_following_evaluation(args: TrainingArguments) -> None:
     else:
         return
     raise PrivacyError(
-        f"{option}: training would follow a metric of the evaluation data, which no epsilon "
-        "covers. Set eval_data_is_public=True if that data is public; else use the last checkpoint "
-        "and a fixed schedule."
+        f"{option}: training would depend on a metric of the evaluation data, which epsilon does "
+        "not cover. Set eval_data_is_public=True if these data are public. Otherwise, use the last "
+        "checkpoint and a fixed schedule."
     )
 
 

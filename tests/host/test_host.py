@@ -48,7 +48,7 @@ def test_a_checkout_is_run_twice_and_compared(
         "test_only_theirs": host_tests.UNEXPLAINED,
         "test_refused": host_tests.REFUSED,
     }
-    assert record["tests"]["test_refused"]["refusal"].startswith("optim='sgd' is refused")
+    assert record["tests"]["test_refused"]["refusal"].startswith("optim='sgd' is not supported")
     assert json.loads((tmp_path / "out/host_tests.json").read_text()) == record
     assert capsys.readouterr().out.endswith(checks.host_tests(record))
 

@@ -212,7 +212,7 @@ def test_a_projection_that_is_redrawn_is_told(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     _trainer(tmp_path, projection="gaussian", projection_update_steps=6)
-    assert "takes back earlier noise only between two of these" in caplog.text
+    assert "cancels only between two redraws" in caplog.text
 
 
 def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
@@ -340,9 +340,9 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_epsilon": None, "noise_multiplier": 1.0}, "Give target_epsilon"),
-        ({"method": "dpzero"}, "its private updates are no gradients"),
-        ({"adjacency": "replace_one"}, "no joint analysis"),
+        ({"target_epsilon": None, "noise_multiplier": 1.0}, "Pass target_epsilon"),
+        ({"method": "dpzero"}, "its private updates are not gradients"),
+        ({"adjacency": "replace_one"}, "cannot compute epsilon for this"),
         ({"secure_noise": True}, "secure_noise"),
         ({"noise": "correlated"}, "one of"),
     ],

@@ -254,7 +254,7 @@ def test_class_weights_and_a_used_folder_are_refused_before_anything_is_chosen(
     used = make_trainer(tmp_path / "used")
     weighted = trainer_of(tmp_path / "new", Words(), words_row, cls=Weighted)
     monkeypatch.setattr(DPGrapeTrainer, "_make_ready", lambda self: pytest.fail("it chose"))
-    with pytest.raises(PrivacyError, match="is that of another run"):
+    with pytest.raises(PrivacyError, match="belongs to another run"):
         used.train()
     with pytest.raises(PrivacyError, match="not the mean over a batch"):
         weighted.train()
