@@ -1,21 +1,21 @@
-"""Audits a training run from outside: one run in, a lower bound on its epsilon out.
+"""Audit one training run, and return a lower bound on its epsilon.
 
-The audit of Steinke, Nasr and Jagielski (2023), *Privacy Auditing with One (1) Training Run*. Of m
-canaries each is put into the training set by a fair coin. Who sees all the weights of the run then
-guesses for k of the canaries whether they were in. If the run is (epsilon, delta)-differentially
-private, no one is right too often, whatever the guesses are based on; so being right often refutes
-small epsilons, at a stated level of confidence.
+This is the audit of Steinke, Nasr and Jagielski (2023), *Privacy Auditing with One (1) Training
+Run*. Each of m canaries is included in the training set with probability 1/2. The attacker sees all
+weights of the run, and guesses for k canaries whether they were included. If the run is (epsilon,
+delta)-differentially private, the number of correct guesses is bounded with high probability, for
+any attacker. So many correct guesses disprove small epsilons, at a given confidence.
 
-What is audited is the real thing: a ``DPGrapeTrainer`` trains, with its sampler, engine, ledger and
-optimizer, and what it claims is what its own ``privacy_spent`` says. The model is made so that each
-canary has coordinates of its own in every trainable tensor, and a gradient far longer than C. A
-release then tells most that it can about each canary, with no canary in the way of another. The
-optimizer is SGD with a learning rate of 1, so that two successive weights differ by a release.
+The audit trains a real ``DPGrapeTrainer``, with its sampler, engine, ledger and optimizer. The
+claim is the epsilon of its ``privacy_spent``. In the audited model, each canary has separate
+coordinates in every trained tensor, and a gradient much longer than C. So canaries do not interfere
+with each other, and a release reveals as much as possible about each. The optimizer is SGD with a
+learning rate of 1, so successive weights differ by one release.
 
-What the projected layer is given is a constant. So principal directions of it are public, and no
-audit here can tell whether those of a real run were measured on private data.
+The input of the projected layer is a constant. So its principal directions are public, and an audit
+cannot detect principal directions that another run computed on private data.
 
-Shapes: m canaries, n of which are in; d numbers of a tensor, a row, belong to one canary.
+Shapes: m canaries, n of them included; a row of d elements of a tensor belongs to one canary.
 """
 
 from __future__ import annotations
@@ -39,53 +39,50 @@ from dp_grape_hf.sharding import whole
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd")
-"""Methods whose release is linear in the gradients of the canaries, with SGD as update rule."""
+"""Methods whose releases are linear in the gradients of the canaries."""
 _WIDTH = 4  # d
-_LENGTH = 30.0  # of a canary's gradient in each tensor, in units of C
-_LARGEST = 40.0  # epsilon that bounds are searched up to
-_GRID = 0.05  # and in which steps
-_PHYSICAL = 256  # canaries in memory at once
+_LENGTH = 30.0  # norm of a canary's gradient in each tensor, in units of C
+_LARGEST = 40.0  # largest epsilon of the search
+_GRID = 0.05  # step of the search
+_PHYSICAL = 256  # canaries of a physical batch
 
 # ---- The bound ----
 
 
 def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: float) -> float:
-    """Returns how likely so many correct guesses are at most if a run is (epsilon, delta)-private.
+    """Return an upper bound on P[at least v correct guesses] for an (epsilon, delta)-private run.
 
-    Inclusion is by fair coins, k is fixed in advance, and the k canaries that are guessed may be
-    chosen by all that the run released. With W ~ Binomial(k, e^epsilon / (1 + e^epsilon)), the
-    correct guesses of randomised response,
+    Each canary is included with probability 1/2. k is fixed in advance. The k canaries may be
+    chosen by everything that the run released. With W ~ Binomial(k, e^epsilon / (1 + e^epsilon)),
 
         P[at least v are correct] <= P[W >= v] (1 + m delta P[W < v] / (v P[W = v])).
 
     For delta = 0 this is the theorem of Steinke, Nasr and Jagielski (2023) on pure privacy. The
     term for delta in their code, 2 m delta max_i P[v - i <= W < v] / i, is too small for some v
-    (m = k = 3, v = 1, epsilon = 0: 3/4 delta, where a mechanism reaches 7/8 delta). So
-    the bound here is another one, and the best there is. Proof: averaged over permutations of the
-    canaries and over swaps of in and out, a mechanism is as private and as successful, and is given
-    by the probabilities P_a of a correct guesses. A canary that changes sides makes a + 1 correct
-    guesses of a, so privacy demands, of the sum over a = 0 ... k - 1,
+    (m = k = 3, v = 1, epsilon = 0: 3/4 delta, but a mechanism reaches 7/8 delta).
 
-        sum_a max(0, (a+1) P_{a+1} - e^epsilon (k-a) P_a) <= m delta.
-
-    With r_a = P_a / P[W = a], the terms are b_a max(0, r_{a+1} - r_a), b_a = (a+1) P[W = a+1]: each
-    rise of r has its price. Of what is paid for a rise after a < v, P[W >= v] P[W <= a] / b_a is
-    gained. That grows with a, since b_{a-i} / b_a does (b is log-concave), and after v - 1 it
-    falls. So the best is one rise, after v - 1; it is possible as long as r stays positive.
+    Proof. Average the mechanism over permutations of the canaries, and over swaps of included and
+    excluded. This changes neither privacy nor success. Let P_a be the probability of a correct
+    guesses. Moving one canary to the other side turns a correct guesses into a + 1, so privacy
+    implies sum_{a<k} max(0, (a+1) P_{a+1} - e^epsilon (k-a) P_a) <= m delta. With r_a = P_a /
+    P[W = a] and b_a = (a+1) P[W = a+1], its terms are b_a max(0, r_{a+1} - r_a). An increase of r
+    after a < v raises P[at least v correct] by P[W >= v] P[W <= a] / b_a per cost. This ratio grows
+    with a up to v - 1 (b is log-concave), and falls after it. So one increase after v - 1 is best.
 
     Args:
         correct: v.
         guesses: k.
-        canaries: m, also those that nothing is guessed of.
-        epsilon: of the guarantee that is put to the test, at least 0 and finite.
-        delta: of the same.
+        canaries: m, including canaries without a guess.
+        epsilon: epsilon of the tested guarantee, at least 0 and finite.
+        delta: delta of the tested guarantee.
 
     Raises:
         PrivacyError: the counts contradict each other, or delta is out of range.
     """
     require(
         0 <= correct <= guesses <= canaries and guesses >= 1,
-        f"{correct=}, {guesses=} and {canaries=} must not fall, and there must be a guess.",
+        f"{correct=}, {guesses=} and {canaries=} must satisfy 0 <= correct <= guesses <= canaries, "
+        "with at least one guess.",
     )
     require(0 <= delta < 1, f"{delta=} must lie in [0, 1).")
     if correct == 0:
@@ -98,17 +95,17 @@ def p_value(correct: int, guesses: int, canaries: int, epsilon: float, delta: fl
 def epsilon_lower_bound(
     correct: int, guesses: int, canaries: int, delta: float, confidence: float = 0.95
 ) -> float:
-    """Returns what epsilon of a run is at least, with a given confidence; 0 if nothing is shown.
+    """Return a lower bound on the epsilon of a run, at a given confidence; 0 if none was found.
 
-    It is the largest multiple of 0.05, refined by bisection in the step after it, up to which every
-    epsilon has a p-value of at most ``1 - confidence``. So it exceeds the epsilon of a private run
+    The search tests multiples of 0.05 up to the first one with a p-value above ``1 - confidence``,
+    and refines the last interval by bisection. So the result exceeds the epsilon of a private run
     with a probability of at most ``1 - confidence``.
 
     Args:
-        correct: how many guesses were.
-        guesses: their number, fixed before the run.
+        correct: the number of correct guesses.
+        guesses: the number of guesses, fixed before the run.
         canaries: m.
-        delta: of the guarantee.
+        delta: delta of the guarantee.
         confidence: in (0, 1).
 
     >>> round(epsilon_lower_bound(correct=95, guesses=100, canaries=1000, delta=1e-5), 2)
@@ -138,31 +135,31 @@ def epsilon_lower_bound(
 
 @dataclass(frozen=True)
 class AuditSettings:
-    """What is audited, and how thoroughly.
+    """The settings of an audit.
 
     Args:
         method: one of `AUDITED_METHODS`.
         clipping: ``flat`` or ``automatic``.
-        target_epsilon: what the run is to claim; or give ``noise_multiplier``.
+        target_epsilon: the claim of the run; or pass ``noise_multiplier``.
         noise_multiplier: sigma.
-        delta: of the claim, below ``1 / canaries``.
-        steps: releases of the run.
-        sample_rate: q. With 1 every canary that is in is drawn in every step, which is where one
-            run tells most.
+        delta: delta of the claim, below ``1 / canaries``.
+        steps: number of releases of the run.
+        sample_rate: q. With 1, every included canary is sampled in every step, and a run reveals
+            most.
         canaries: m.
-        guesses: k, fixed before the run, so that the level of confidence needs no correction;
-            None for m / 40, with which a run of one Gaussian release tells nearly most.
-        confidence: of the lower bound.
-        projection: of ``dp_grape``, as the trainer takes it; None for that of the method.
-            ``principal`` is measured on the constant that the projected layer is given.
+        guesses: k, fixed before the run, so that the confidence needs no correction; None for
+            m / 40.
+        confidence: confidence of the lower bound.
+        projection: option of the trainer for ``dp_grape``; None for the method's default.
+            ``principal`` is computed on the constant input of the projected layer.
         projection_rank: r of ``dp_grape``.
-        tables: how many tensors each canary has coordinates in, beside the projected one.
-        gradient_factors: as the trainer takes them, by patterns of the names ``body`` and
-            ``tables.0``, ...
+        tables: the number of tensors that are not projected.
+        gradient_factors: option of the trainer, by patterns of the names ``body``, ``tables.0``,
+            ...
         noise: ``independent`` or ``banded``, which needs ``target_epsilon`` and q below 1.
 
     Raises:
-        PrivacyError: an argument is out of range. What the trainer refuses, it refuses.
+        PrivacyError: an argument is out of range. The trainer raises it for unsupported options.
     """
 
     method: str = "dp_grape"
@@ -184,14 +181,14 @@ class AuditSettings:
     def __post_init__(self) -> None:
         require(
             self.method in AUDITED_METHODS,
-            f"method={self.method!r} cannot be audited this way; choose one of: "
+            f"method={self.method!r} cannot be audited by this attack. Choose one of: "
             f"{', '.join(AUDITED_METHODS)}.",
         )
         require(self.steps >= 1, f"steps={self.steps} must be at least 1.")
         require(
             self.canaries >= _WIDTH,
-            f"canaries={self.canaries} must be at least {_WIDTH}: the audited matrix has so many "
-            "columns.",
+            f"canaries={self.canaries} must be at least {_WIDTH}, the number of columns of the "
+            "audited matrix.",
         )
         require(self.tables >= 1, f"tables={self.tables} must be at least 1.")
         require(0 < self.sample_rate <= 1, f"sample_rate={self.sample_rate} must lie in (0, 1].")
@@ -212,7 +209,7 @@ class AuditSettings:
 
 @dataclass(frozen=True)
 class AuditResult:
-    """What one audit found."""
+    """The result of an audit."""
 
     settings: AuditSettings
     claimed_epsilon: float
@@ -225,28 +222,31 @@ class AuditResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the run may be what it claims: the lower bound is not above the claim."""
+        """Whether the lower bound does not contradict the claim."""
         return self.lower_bound <= self.claimed_epsilon
 
 
 def audit(settings: AuditSettings | None = None) -> AuditResult:
-    """Trains on canaries, guesses which were in, and bounds the epsilon of that run from below.
+    """Train on canaries, guess which were included, and return a lower bound on epsilon.
 
     Guarantee:
-        If the run keeps its claim, the result fails with a probability of at most
-        ``1 - confidence``. That it passes proves nothing: it is one attack.
+        If the claim of the run is true, the audit fails with a probability of at most
+        ``1 - confidence``. An audit that passes proves nothing: it is one attack.
     """
     settings = settings or AuditSettings()
-    coins = torch.rand(settings.canaries, generator=secret_generator()) < 0.5
-    included = coins.nonzero().flatten()
-    require(len(included) > 0, f"canaries={settings.canaries}: none was included. Ask for more.")
+    is_in = torch.rand(settings.canaries, generator=secret_generator()) < 0.5
+    included = is_in.nonzero().flatten()
+    require(
+        len(included) > 0,
+        f"canaries={settings.canaries}: no canary was included. Use more canaries.",
+    )
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(settings, included.tolist(), folder)
         trainer.train()
         trainer.see()
         spent = trainer.privacy_spent()
     guessed, says_in = guess(trainer.evidence, settings.number_of_guesses)
-    correct = int((coins[guessed] == says_in).sum())
+    correct = int((is_in[guessed] == says_in).sum())
     counts = correct, len(guessed), settings.canaries
     return AuditResult(
         settings=settings,
@@ -261,10 +261,11 @@ def audit(settings: AuditSettings | None = None) -> AuditResult:
 
 
 def guess(evidence: Tensor, guesses: int) -> tuple[Tensor, Tensor]:
-    """Returns which canaries a guess is made of, (k,), and whether it says that they are in.
+    """Return the canaries to guess, (k,), and the guesses: True for included.
 
     Args:
-        evidence: log likelihood ratio of in to out, (m,); what is farthest from 0 is guessed.
+        evidence: log likelihood ratio of included to excluded, (m,). The k canaries with the
+            largest absolute values are guessed.
         guesses: k.
     """
     guessed = evidence.abs().topk(guesses).indices
@@ -274,20 +275,20 @@ def guess(evidence: Tensor, guesses: int) -> tuple[Tensor, Tensor]:
 def evidence_of(
     seen: Tensor, noise_multiplier: float, sample_rate: float, bands: Sequence[float] = (1.0,)
 ) -> Tensor:
-    """Returns what all releases say about canaries: log P[seen | in] - log P[seen | out], (m,).
+    """Return log P[seen | included] - log P[seen | excluded] of all releases, (m,).
 
-    With b bands the attacker takes the correlation out of the noise, whose coefficients are public:
-    a canary that is drawn then shows itself in b steps, by the coefficients. Its group is one of b,
-    each as likely as the others.
+    With b bands, the attacker removes the correlation of the noise by its public coefficients. A
+    sampled canary then contributes to b steps, weighted by the coefficients. Its group is one of b
+    equally likely ones.
 
     Args:
-        seen: each release along the unit vector of each canary, in units of C, (T, m).
+        seen: each release, projected on the direction of each canary, in units of C, (T, m).
         noise_multiplier: sigma.
         sample_rate: q.
         bands: the coefficients of the noise.
     """
     count, steps = len(bands), len(seen)
-    # C r, whose noise is independent; nothing after the last step
+    # C times the releases, whose noise is independent; zeros after the last step
     plain = seen.new_zeros(steps + count - 1, seen.shape[1])
     for back, coefficient in enumerate(bands):
         plain[back:steps] += coefficient * seen[: steps - back]
@@ -299,21 +300,21 @@ def evidence_of(
         shown / lengths, noise_multiplier / lengths.sqrt(), min(1.0, count * sample_rate)
     )
     groups = torch.stack([each[group::count].sum(0) for group in range(min(count, steps))])
-    empty = groups.new_zeros(max(0, count - steps), seen.shape[1])  # groups that had no turn
+    empty = groups.new_zeros(max(0, count - steps), seen.shape[1])  # groups without a step
     return torch.cat([groups, empty]).logsumexp(0) - math.log(count)
 
 
 def log_likelihood_ratio(
     seen: Tensor, noise_multiplier: float | Tensor, sample_rate: float
 ) -> Tensor:
-    """Returns what a release says about canaries: log P[seen | in] - log P[seen | out].
+    """Return log P[seen | included] - log P[seen | excluded] of one release.
 
-    A canary that is in is drawn with probability q, and what is seen of it is then N(1, sigma^2);
-    otherwise N(0, sigma^2).
+    The release along a canary is N(1, sigma^2) if the canary is sampled, which has probability q
+    for an included canary. Otherwise it is N(0, sigma^2).
 
     Args:
-        seen: the release along the unit vector of each canary, in units of C, (..., m).
-        noise_multiplier: sigma, of each release if there are several, (..., 1).
+        seen: the release, projected on the direction of each canary, in units of C, (..., m).
+        noise_multiplier: sigma; for several releases, (..., 1).
         sample_rate: q.
     """
     sigma = torch.as_tensor(noise_multiplier, dtype=seen.dtype).clamp(min=1e-6)
@@ -328,11 +329,11 @@ def log_likelihood_ratio(
 
 
 class CanaryModel(nn.Module):
-    """A model in which canary i alone has a gradient in row i of a matrix and of tables.
+    """A model in which only canary i has a gradient in row i of a matrix and of tables.
 
-    The matrix is given the same constant for all canaries, and canary i reads output i alone; it is
-    projected on the side of its input. The loss, `_sum_of_logits`, is linear, so the gradients
-    depend on no weight.
+    The input of the matrix is the same constant for all canaries, and canary i uses output i only.
+    The matrix is projected on its input side. The loss, `_sum_of_logits`, is linear, so gradients
+    do not depend on the weights.
     """
 
     def __init__(self, canaries: int, tables: int) -> None:
@@ -343,7 +344,7 @@ class CanaryModel(nn.Module):
             nn.init.zeros_(weight)
 
     def forward(self, canary: Tensor) -> dict[str, Tensor]:
-        """Returns logits (B, 1) of canaries (B,)."""
+        """Return the logits (B, 1) of canaries (B,)."""
         outputs = self.body(self.body.weight.new_ones(len(canary), _WIDTH))  # (B, m)
         logits = outputs.gather(1, canary[:, None])
         for table in self.tables:
@@ -399,7 +400,7 @@ def _trainer(settings: AuditSettings, included: list[int], folder: str) -> _Audi
 
 
 class _Auditor(DPGrapeTrainer):
-    """Looks at the weights before each step and after the last one."""
+    """A trainer that stores each release, from the weights before and after each step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -407,34 +408,34 @@ class _Auditor(DPGrapeTrainer):
         self._seen: list[Tensor] = []
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Sees the weights that the last step left."""
+        """Store the release of the step before, then take a step."""
         self.see()
         return super().training_step(*args, **kwargs)
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Keeps the summary of the training to itself."""
+        """Print no logs."""
 
     def see(self) -> None:
-        """Sees the weights as they are, and what the step before made of those seen last."""
+        """Store the current weights, and the release by which they changed since the last call."""
         now = {
             name: whole(weight.detach()).clone() for name, weight in self.model.named_parameters()
         }
         before, self._before = self._before, now
         if before is None:
             return
-        own, size = self.plan.mechanism, self.args.logical_batch_size
+        mechanism, size = self.plan.mechanism, self.args.logical_batch_size
         released = {name: (before[name] - now[name]) * size for name in now}  # the noisy sums
-        public = self.private_run.projectors  # of the step before
-        factors = factors_by_name("gradient_factors", own.factors_by_pattern, now)
-        seen = along_canaries(released, public, own.max_grad_norm, factors)
+        public = self.private_run.projectors  # the projectors of the step before
+        factors = factors_by_name("gradient_factors", mechanism.factors_by_pattern, now)
+        seen = along_canaries(released, public, mechanism.max_grad_norm, factors)
         self._seen.append(seen)
 
     @property
     def evidence(self) -> Tensor:
-        """What was seen says about canaries, (m,)."""
-        own = self.plan.mechanism
+        """The log likelihood ratio of each canary, included to excluded, (m,)."""
+        mechanism = self.plan.mechanism
         seen = torch.stack(self._seen)
-        return evidence_of(seen, own.noise_multiplier, own.sample_rate, own.bands)
+        return evidence_of(seen, mechanism.noise_multiplier, mechanism.sample_rate, mechanism.bands)
 
 
 def along_canaries(
@@ -443,17 +444,17 @@ def along_canaries(
     max_grad_norm: float,
     gradient_factors: Mapping[str, float],
 ) -> Tensor:
-    """Returns a release along the clipped gradient of each canary, in units of C, (m,).
+    """Return a release, projected on the direction of each canary, in units of C, (m,).
 
-    A gradient G is released as ``project(G)``, and the release S was lifted before it was seen:
-    ``<S, project(G)> = <lift(S), G>``. So only the length of ``project(G)`` takes the projector.
-    With a gradient factor f, G is ``f g``, and S is f times what was released.
+    A gradient G contributes ``project(G)`` to the release S, and the weights show ``lift(S)``.
+    ``<S, project(G)> = <lift(S), G>``, so the projector is only needed for the norm of
+    ``project(G)``. With a gradient factor f, G is ``f g``, and the weights show ``lift(S) / f``.
 
     Args:
-        released: weight name -> the lifted noisy sum, (m, d), of which row i is canary i's.
-        projectors: those of the step, by weight name.
+        released: weight name -> the lifted noisy sum, (m, d); row i belongs to canary i.
+        projectors: weight name -> projector of the step.
         max_grad_norm: C.
-        gradient_factors: weight name -> f; 1 for those that are missing.
+        gradient_factors: weight name -> f; missing names have f = 1.
     """
     products, squares = [], []
     for name, value in released.items():

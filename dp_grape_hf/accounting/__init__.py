@@ -1,8 +1,9 @@
-"""Privacy accounting: upper bounds on epsilon, and the noise that a budget buys.
+"""Privacy accounting: upper bounds on epsilon, and the noise for a privacy budget.
 
-No model, no data, no file and no torch: numbers in, numbers out. ``releases`` describes the
-releases of a run, ``accountants`` bounds their ε, and ``calibration`` finds the noise for a budget.
-``sizes`` cuts passes over the data into steps.
+This subpackage computes with public numbers only. It reads no model, data or files, and does not
+import torch. ``releases`` describes the releases of a run, ``accountants`` bounds their ε, and
+``calibration`` finds the noise for a budget. ``banded`` designs correlated noise, and ``sizes``
+chooses batch size and number of steps.
 """
 
 from dp_grape_hf.accounting.accountants import (

@@ -1,8 +1,7 @@
-"""The accountants: upper bounds on ε of many releases together.
+"""The accountants: upper bounds on ε for the composition of many releases.
 
-PLD answers unless another accountant is selected by name. RDP starts searches, gives a second
-opinion, and answers where the selected accountant cannot. The choice depends on the public numbers
-of the releases alone, never on data.
+The default is PLD. RDP starts searches and is a fallback if the selected accountant fails. The
+choice depends only on the public numbers of the releases, never on data.
 """
 
 import logging
@@ -32,7 +31,7 @@ class PLD(Accountant):
     """
 
     intervals = 1e-6, 1e-3
-    max_cells = 100_000  # of the loss of one release: about three seconds
+    max_cells = 100_000  # grid points of the loss of one release, about three seconds
     max_epsilon = 700.0  # dp-accounting multiplies by e^-ε, which is inexact above 708
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
@@ -67,15 +66,15 @@ class PLD(Accountant):
 
 
 def _largest_loss(block: Block, rare: float) -> float:
-    """Returns the privacy loss of probability ``rare``; a replacement's is up to twice as large."""
+    """Return a loss exceeded with probability ``rare``; with replace-one, up to twice as large."""
     sigma, q, _ = block
     drawn = -ndtri(rare) / sigma + 0.5 / sigma**2
-    with np.errstate(divide="ignore"):  # at q = 1
+    with np.errstate(divide="ignore"):  # log 0 at q = 1
         return float(np.logaddexp(np.log1p(-q), math.log(q) + drawn))
 
 
 def _loss_distribution(block: Block, interval: float, rare: float) -> Any:
-    """Returns the loss of one release, a ``PrivacyLossDistribution`` of dp-accounting."""
+    """Return the loss of one release, as a ``PrivacyLossDistribution`` of dp-accounting."""
     from dp_accounting.pld import privacy_loss_distribution as losses  # takes two seconds
 
     adjacency = "REPLACE_ONE" if block.replaces else "ADD_OR_REMOVE_ONE"
@@ -89,24 +88,27 @@ def _loss_distribution(block: Block, interval: float, rare: float) -> Any:
 
 
 class PRV(Accountant):
-    """Privacy random variables (Gopi et al. 2021) of prv-accountant: its upper bound.
+    """The upper bound of prv-accountant, by privacy random variables (Gopi et al. 2021).
 
-    The bound includes the method's error of 0.2 % of ε, or more where that would take more than
-    ``max_cells``, and δ/1000 in δ.
+    The bound includes a numerical error of 0.2 % of ε, or more if that would take more than
+    ``max_cells``, and an error of δ/1000 in δ.
 
-    prv-accountant cuts every loss off at L, rounds it to a grid of width h, shifts the grid so that
-    the mean stays, and adds k losses modulo 2L. The sum is off by more than h sqrt(k/2
-    log(12/δ_error)) with probability δ_error/6 at most (Hoeffding). The cuts change anything with
-    δ_error/6 if each of the k losses exceeds L with δ_error/6k. The sum wraps round with δ_error/3
-    if it comes within that error of L with δ_error/3. These are theorem 5.5 and its proof. Any ε(δ)
-    of both directions bounds the tails: the loss exceeds ε + t with at most δ(ε) / (1 - e^-t), and
-    falls below -ε - t as rarely.
+    prv-accountant truncates every loss at L, rounds it to a grid of width h that keeps the mean,
+    and adds k losses modulo 2L. Theorem 5.5 bounds the probabilities of its errors:
+
+    * at most δ_error/6 that rounding changes the sum by over h sqrt(k/2 log(12/δ_error));
+    * at most δ_error/6 for a truncation, if each loss exceeds L with probability δ_error/6k;
+    * at most δ_error/3 that the sum wraps around, if it exceeds L minus this rounding error with
+      probability δ_error/3.
+
+    Any ε(δ) bounds the tails: the loss exceeds ε + t, or is below -ε - t, with a probability of at
+    most δ(ε) / (1 - e^-t) each.
     """
 
     relative_error = 0.002
-    coarsest = 0.05  # a bound with a larger share of error is not used
-    max_cells = 1_000_000  # about a second and a quarter of a GB
-    quadrature_error = 1.5e-8  # tolerance of the means, which scipy's quad integrates on 11 pieces
+    coarsest = 0.05  # largest accepted error, relative to ε
+    max_cells = 1_000_000  # grid points, about a second and a quarter of a GB
+    quadrature_error = 1.5e-8  # tolerance of the means, which scipy's quad integrates in 11 pieces
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
         self._steps = sum(max_counts)
@@ -139,7 +141,7 @@ class PRV(Accountant):
                     eps_error=rounding,
                     delta_error=self._delta_error,
                     max_self_compositions=list(max_counts),
-                    eps_max=(half - 1.5) * mesh,  # which it rounds up to half - 1 cells
+                    eps_max=(half - 1.5) * mesh,  # it rounds this up to half - 1 cells
                 )
                 answer = self.epsilon(max_counts)
                 if not self._error > max(1.5 * self.relative_error * answer, finest):
@@ -155,7 +157,7 @@ class PRV(Accountant):
 
 
 def _random_variable(block: Block) -> Any:
-    """Returns the loss of one release, a ``PrivacyRandomVariable`` of prv-accountant."""
+    """Return the loss of one release, as a ``PrivacyRandomVariable`` of prv-accountant."""
     from prv_accountant import PoissonSubsampledGaussianMechanism, PrivacyRandomVariable
 
     sigma, q, replaces = block
@@ -175,16 +177,16 @@ ACCOUNTANTS: dict[str, type[Accountant]] = {"pld": PLD, "prv": PRV, "rdp": RDP}
 """All accountants by name."""
 
 DEFAULT, ROUGH = "pld", "rdp"
-"""The accountant of a run that selects none, and the one that starts searches."""
+"""The default accountant, and the accountant that starts searches."""
 
 _INSTEAD = {"prv": "pld", "pld": "rdp"}
 
 
 class Composition:
-    """Bounds ε of one composition by the selected accountant, or another one where that fails.
+    """A bound on ε of one composition, by the selected accountant or by its fallback.
 
     All accountants bound the same true ε from above, so each answer is valid. ``accountant`` is the
-    name of the one that answers. Answers are remembered.
+    name of the accountant in use. Answers are cached.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class Composition:
         self._answers: dict[tuple[int, ...], float] = {}
 
     def epsilon(self, counts: Sequence[int]) -> float:
-        """Returns the bound on ``counts[i]`` releases of block i, each above 0."""
+        """Return an upper bound on ε for ``counts[i]`` > 0 releases of block i."""
         if self._noiseless:
             return math.inf
         key = tuple(counts)
@@ -214,27 +216,27 @@ class Composition:
                     raise
                 instead = _INSTEAD[self.accountant]
                 logger.warning(
-                    f"Epsilon cannot be bounded here by {self.accountant} ({failure}); using "
-                    f"{instead} instead, which is an upper bound too."
+                    f"The accountant {self.accountant} cannot bound epsilon here ({failure}); "
+                    f"using {instead} instead, which is an upper bound too."
                 )
                 self.accountant, self._built = instead, None
         return self._answers[key]
 
 
 def rounded_up(value: float, digits: int = 4) -> float:
-    """Rounds an upper bound for print, never down: what is printed keeps the promise."""
+    """Round an upper bound up to some decimals, so that the printed number is a bound too."""
     return math.ceil(value * 10**digits) / 10**digits if math.isfinite(value) else value
 
 
 def _delta_left(
     blocks: Sequence[Block], steps: int, delta: float, number: type[np.floating[Any]]
 ) -> float:
-    """Returns the δ that is left after the rounding errors of a numerical convolution.
+    """Return δ minus the rounding error of a numerical convolution.
 
-    It errs by less than one machine epsilon of ``number`` for each release.
+    The error is less than one machine epsilon of ``number`` for each release.
     """
     least = min(block.noise_multiplier for block in blocks)
-    if least < 0.1:  # numerical convolution would take minutes to find an epsilon in the hundreds
+    if least < 0.1:  # a numerical convolution would take minutes, for an epsilon in the hundreds
         raise AccountantFailure(f"noise_multiplier={least:g} is below 0.1")
     error = steps * float(np.finfo(number).eps)
     if error > delta / 100:
@@ -244,9 +246,9 @@ def _delta_left(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the warnings of a library and turns its errors into `AccountantFailure`.
+    """Silence the warnings of a library, and raise its errors as `AccountantFailure`.
 
-    An integral that misses its tolerance is an error.
+    An integral that misses its tolerance counts as an error.
     """
     from scipy.integrate import IntegrationWarning  # slow to import, and loaded by the libraries
 

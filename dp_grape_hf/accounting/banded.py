@@ -1,19 +1,20 @@
-"""Noise that is correlated over steps: how many bands, with which coefficients, and what it gains.
+"""Banded matrix factorization (BandMF): noise that is correlated over steps.
 
 Independent noise releases ``g_t + z_t``. Banded noise releases ``g_t + (C^-1 z)_t``, where C is a
-lower triangular Toeplitz matrix of b bands, c_0 ... c_(b-1): later noise takes back a part of
-earlier noise, and less of it is left in what the steps add up to (Choquette-Choo et al. 2023,
-arXiv 2306.08153).
+lower triangular Toeplitz matrix with b bands, c_0 ... c_(b-1). The noise of later steps cancels a
+part of the noise of earlier steps, so less noise is left in the sum over steps. Source:
+Choquette-Choo et al. 2023, arXiv 2306.08153.
 
 Guarantee:
-    To see ``g_t + (C^-1 z)_t`` is to see ``C g + z``. An example that contributes to step t alone
-    moves C g by its gradient times column t of C, of length 1 or less, in the rows t ... t + b - 1.
-    If it takes part at most once in any b steps, its columns have no row in common. So T steps are
-    ceil(T / b) releases of the Gaussian mechanism with the same noise multiplier, and where each
-    example has one step in b at which it is drawn, with probability b q, these are Poisson
-    subsampled at that rate. The draws are q N examples on average, as without bands.
+    ``g_t + (C^-1 z)_t`` for all t and ``C g + z`` contain the same information. An example that
+    contributes to step t changes C g by its gradient times column t of C. This column has a norm
+    of at most 1, and is zero outside of the rows t ... t + b - 1. If the example contributes at
+    most once in any b steps, its columns have no row in common. So T steps count as ceil(T / b)
+    releases of the Gaussian mechanism with the same noise multiplier. If each example can be
+    sampled in one step of every b steps, with probability b q, these releases are
+    Poisson-subsampled at rate b q. A batch has q N examples on average, as without bands.
 
-    The coefficients are functions of public numbers, and epsilon is the same for all of them.
+    The coefficients depend on public numbers only. Epsilon is the same for all coefficients.
 """
 
 import math
@@ -22,7 +23,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy  # whose stats and signal are imported when they are used: they take a second
+import scipy  # scipy.signal and scipy.optimize are imported at their first use, to save a second
 from numpy.typing import ArrayLike, NDArray
 
 from dp_grape_hf.accounting.accountants import DEFAULT, ROUGH
@@ -31,34 +32,34 @@ from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError
 
 _Numbers = NDArray[np.float64]
-_MOST = 512
-_LONG = 4 * _MOST  # steps; in longer runs the best coefficients are nearly the same
-_LOOKS = 12  # at the weights on the way
-_NEAR = 0.02  # a gain that fewer bands are preferred to, or none
-_RATIO = 1.2  # between numbers of bands that are tried
-_EACH = 8  # up to here every one is
-_PATIENCE = 3  # so many in a row without a gain
+_MOST = 512  # bands
+_LONG = 4 * _MOST  # steps of a shortened schedule; the coefficients hardly depend on more
+_NUM_CHECKPOINTS = 12  # intermediate weights at which the error is evaluated
+_NEAR = 0.02  # relative gain for which more bands are not worth their memory
+_RATIO = 1.2  # between successive numbers of bands in the search
+_EACH = 8  # up to this number of bands, each number is tried
+_PATIENCE = 3  # the search stops after this many numbers without a gain
 
 
 class Bands(NamedTuple):
-    """Correlated noise that keeps a budget; one band is independent noise."""
+    """Correlated noise that keeps a budget. One band is independent noise."""
 
-    coefficients: tuple[float, ...]  # c_0 ... c_(b-1), of length 1
+    coefficients: tuple[float, ...]  # c_0 ... c_(b-1), with an L2 norm of 1
     noise_multiplier: float
-    left: float  # in the weights at the end, over what independent noise of that epsilon leaves
+    left: float  # noise in the final weights, relative to independent noise of the same epsilon
 
 
 def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None = None) -> _Numbers:
-    """Returns what the weights have at the end of each release: (periods, T).
+    """Return the factor by which each release enters the final weights: (periods, T).
 
-    A release is added to a running sum, ``u = inertia * u + release``, and the weights move by the
-    rate times u. Where the projection is made anew, what weights get before and after lies in other
-    directions, and does not cancel.
+    The optimizer is modelled as ``u = inertia * u + release``, followed by an update of the weights
+    by the learning rate times u. Updates before and after a redraw of the projection have different
+    directions and do not cancel, so each projection period has a separate row.
 
     Args:
-        schedule: what the rate is multiplied by at each step, (T,).
+        schedule: the factor of the learning rate at each step, (T,).
         inertia: 0 for SGD; the factor of momentum, or of Adam's first moment.
-        period: after how many steps the projection is made anew; never, if None.
+        period: number of steps between two redraws of the projection; None for no redraws.
 
     >>> what_arrives([1.0, 1.0, 0.5], inertia=0.5).tolist()
     [[1.625, 1.25, 0.5]]
@@ -70,11 +71,11 @@ def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None =
 
 
 def noise_left(coefficients: Sequence[float], arrives: _Numbers) -> float:
-    """Returns the root mean square of what noise of variance 1 adds to the weights by the end.
+    """Return the standard deviation of the noise in the final weights, for z of variance 1.
 
     Args:
-        coefficients: of the bands.
-        arrives: as of ``what_arrives``.
+        coefficients: c_0 ... c_(b-1).
+        arrives: the result of ``what_arrives``.
 
     >>> noise_left([1.0], np.ones((1, 4)))
     2.0
@@ -84,7 +85,7 @@ def noise_left(coefficients: Sequence[float], arrives: _Numbers) -> float:
 
 
 def released_noise(coefficients: Sequence[float], steps: int) -> _Numbers:
-    """Returns the standard deviation of the noise in each release, for z of variance 1: (steps,).
+    """Return the standard deviation of the noise in each release, for z of variance 1: (steps,).
 
     >>> released_noise([0.8, 0.6], 2).tolist()
     [1.25, 1.5625]
@@ -95,37 +96,37 @@ def released_noise(coefficients: Sequence[float], steps: int) -> _Numbers:
 
 
 def correlated(coefficients: Sequence[float], noise: _Numbers) -> _Numbers:
-    """Returns ``C^-1 z`` for noise z, (T, ...)."""
-    found: _Numbers = scipy.signal.lfilter([1.0], np.asarray(coefficients), noise, axis=0)
-    return found
+    """Return ``C^-1 z`` for noise z, (T, ...)."""
+    result: _Numbers = scipy.signal.lfilter([1.0], np.asarray(coefficients), noise, axis=0)
+    return result
 
 
 def _transposed_inverse(coefficients: _Numbers, arrives: _Numbers) -> _Numbers:
-    found: _Numbers = scipy.signal.lfilter([1.0], coefficients, arrives[:, ::-1])[:, ::-1]
-    return found
+    result: _Numbers = scipy.signal.lfilter([1.0], coefficients, arrives[:, ::-1])[:, ::-1]
+    return result
 
 
 def best_coefficients(bands: int, arrives: _Numbers) -> tuple[float, ...]:
-    """Returns coefficients of length 1 that leave the least noise in the weights at the end.
+    """Return coefficients with an L2 norm of 1 that minimise the noise in the final weights.
 
-    A local minimum, found by L-BFGS (scipy) from the coefficients of the root of a running sum,
-    which are optimal for many bands without inertia (Fichtenberger et al. 2023). They are exact to
-    what the search leaves, and any others would have the same epsilon.
+    This is a local minimum, found by L-BFGS (scipy). The search starts at the coefficients of the
+    square root of a running sum, which are optimal for many bands without inertia (Fichtenberger et
+    al. 2023). Epsilon does not depend on the coefficients.
 
     Args:
         bands: b, at most T.
-        arrives: as of ``what_arrives``.
+        arrives: the result of ``what_arrives``.
     """
     if bands == 1:
         return (1.0,)
     scale = np.square(arrives).sum()
 
     def loss(tail: _Numbers) -> tuple[float, _Numbers]:
-        """Returns the logarithm of |c|^2 |C^-T a|^2, which c may be scaled in, and its gradient."""
+        """Return log(|c|^2 |C^-T a|^2), which the scale of c does not change, and its gradient."""
         c = np.concatenate([[1.0], tail])
         left = _transposed_inverse(c, arrives)
         squared, length = np.square(left).sum() / scale, c @ c
-        if not squared < 1e9:  # far out, where C^-1 explodes
+        if not squared < 1e9:  # C^-1 diverges for these coefficients
             return 1e3 + length, 2 * tail
         back = scipy.signal.lfilter([1.0], c, left)
         slope = [np.vdot(left[:, j:], back[:, :-j]) for j in range(1, bands)]
@@ -134,10 +135,10 @@ def best_coefficients(bands: int, arrives: _Numbers) -> tuple[float, ...]:
 
     numbers = np.arange(1, bands)
     with np.errstate(over="ignore", invalid="ignore"):
-        found = scipy.optimize.minimize(
+        minimum = scipy.optimize.minimize(
             loss, np.cumprod((numbers - 0.5) / numbers), jac=True, method="L-BFGS-B"
         )
-    c = np.concatenate([[1.0], found.x])
+    c = np.concatenate([[1.0], minimum.x])
     return tuple((c / np.sqrt(c @ c)).tolist())
 
 
@@ -155,18 +156,17 @@ def find_bands(
     earlier: Sequence[Releases] = (),
     **variant: Any,
 ) -> Bands:
-    """Returns the noise that leaves least in the weights, within a budget.
+    """Return the noise within a budget that leaves the least noise in the weights.
 
-    What counts is what the weights hold at the end, and on the way, on average: the sum of both
-    squares. For the end alone, coefficients let each release have ten times the noise and more,
-    which all goes again, but not before gradients were taken in its midst: Fashion-MNIST at epsilon
-    2, SGD from scratch, 20 % against 77.
+    The criterion is the squared noise in the final weights plus the mean squared noise in the
+    weights of intermediate steps, at which gradients are computed. The result has the smallest
+    number of bands whose noise is within 2 % of the least. Each band takes memory of the size of a
+    release, and an interrupted run may lose one step per band.
 
-    Among numbers of bands that leave within 2 % of the least, the smallest: each costs a buffer of
-    the size of a release, and a run that is interrupted may lose as many steps.
+    ``find_noise_multiplier`` and ``what_arrives`` document the other arguments.
 
-    The arguments are those of ``find_noise_multiplier`` and of ``what_arrives``; ``most`` is how
-    many bands memory allows.
+    Args:
+        most: the largest number of bands; None for 512.
 
     Raises:
         PrivacyError: as ``find_noise_multiplier``.
@@ -197,50 +197,50 @@ def find_bands(
         last = sigma(1, ROUGH, alone)
         tried[1] = (last * noise_left((1.0,), held), (1.0,))
         for bands in _numbers_of_bands(steps, sample_rate, most or _MOST):
-            own = best_coefficients(bands, held)
+            coefficients = best_coefficients(bands, held)
             last = sigma(bands, ROUGH, last)
-            tried[bands] = last * noise_left(own, held), own
+            tried[bands] = last * noise_left(coefficients, held), coefficients
             least = min(tried, key=lambda b: tried[b][0])
             if list(tried).index(least) < len(tried) - _PATIENCE:
                 break
-    except PrivacyError:  # of an accountant that only ranks
+    except PrivacyError:  # RDP, which only ranks the candidates, finds no noise for the budget
         return independent
     least_error = min(error for error, _ in tried.values())
     bands = min(b for b, (error, _) in tried.items() if error <= (1 + _NEAR) * least_error)
     if bands == 1:
         return independent
-    own = tried[bands][1]
+    coefficients = tried[bands][1]
     noise_multiplier = sigma(bands, accountant, last)
-    gains = noise_multiplier * noise_left(own, held) < alone * noise_left((1.0,), held)
-    ratio = noise_multiplier * noise_left(own, end) / (alone * noise_left((1.0,), end))
-    return Bands(own, noise_multiplier, ratio) if gains else independent
+    gains = noise_multiplier * noise_left(coefficients, held) < alone * noise_left((1.0,), held)
+    ratio = noise_multiplier * noise_left(coefficients, end) / (alone * noise_left((1.0,), end))
+    return Bands(coefficients, noise_multiplier, ratio) if gains else independent
 
 
 def _shortened(schedule: ArrayLike) -> _Numbers:
-    """Returns a schedule of the same shape and of steps enough to find coefficients by."""
+    """Return a schedule of the same form with at most ``_LONG`` steps."""
     rates = np.asarray(schedule, dtype=np.float64)
     places = np.linspace(0, len(rates) - 1, min(len(rates), _LONG))
     return np.interp(places, np.arange(len(rates)), rates)
 
 
 def _on_the_way(schedule: ArrayLike, inertia: float, period: int | None) -> _Numbers:
-    """Returns what weights have of each release at some steps, scaled to a mean: (rows, T).
+    """Return the factors of each release in the weights of some steps, scaled to a mean: (rows, T).
 
-    At a random step of each of some equal parts of the run: regular ones would not see noise that
-    comes and goes as regularly.
+    The run is split into equal parts, and a random step of each part is used. Equidistant steps
+    would miss noise with the same period.
     """
     rates = np.asarray(schedule, dtype=np.float64)
     steps = len(rates)
-    parts = max(2, _LOOKS // math.ceil(steps / (period or steps)))
+    parts = max(2, _NUM_CHECKPOINTS // math.ceil(steps / (period or steps)))
     random = np.random.default_rng(0)
     edges = np.linspace(0, steps, parts + 1)
-    looks = [int(random.uniform(low, high)) for low, high in pairwise(edges)]
-    rows = [what_arrives(rates * (np.arange(steps) <= at), inertia, period) for at in looks]
+    chosen = [int(random.uniform(low, high)) for low, high in pairwise(edges)]
+    rows = [what_arrives(rates * (np.arange(steps) <= at), inertia, period) for at in chosen]
     return np.concatenate(rows) / math.sqrt(parts)
 
 
 def _numbers_of_bands(steps: int, sample_rate: float, most: int) -> Iterator[int]:
-    """Yields numbers above 1, each the least that makes its number of releases of T steps."""
+    """Yield numbers of bands b > 1; each is the smallest b with its ceil(T / b) releases."""
     most, last = min(most, steps, math.floor(1 / sample_rate * (1 + 1e-9))), 1
     all_of_them = [b for b in range(2, most + 1) if b == math.ceil(steps / math.ceil(steps / b))]
     for bands in all_of_them:

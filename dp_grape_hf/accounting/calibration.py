@@ -1,19 +1,19 @@
 """Compute the ε of a training run, and the noise multiplier for a budget.
 
-Every number returned here is an *upper* bound on ε, from one of the `accountants`.
+Every ε returned here is an *upper* bound, from one of the `accountants`.
 
 Guarantee:
-    The mechanism accounted is the Poisson subsampled Gaussian: in every step each example is
-    drawn independently with probability ``sample_rate``, its contribution has L2 norm at most C,
+    The mechanism is the Poisson-subsampled Gaussian: in every step, each example is included
+    independently with probability ``sample_rate``, its contribution has an L2 norm of at most C,
     and noise of standard deviation ``noise_multiplier * C`` per coordinate is added to the
-    *sum* of the contributions. Two datasets are adjacent if one has a single example more than
-    the other, so the sum has sensitivity C. A step counts even if it drew no example.
+    *sum* of the contributions. Two datasets are adjacent if one contains one example more than
+    the other, so the sum has sensitivity C. A step counts even if its batch is empty.
 
-    With ``adjacency="replace_one"`` two datasets are adjacent if they are of one size and differ
-    in a single example. Its contribution then moves by up to 2C; see `replace_one`.
+    With ``adjacency="replace_one"``, two datasets are adjacent if they have the same size and
+    differ in one example. The contribution then changes by up to 2C; see `replace_one`.
 
-    With ``bands`` noise is correlated over so many steps, and each example is drawn at one of them,
-    with a probability that is so much larger; see `banded`.
+    With ``bands`` b > 1, noise is correlated over b steps. Each example can be sampled in one of b
+    successive steps, with probability b q; see `banded`.
 """
 
 import math
@@ -38,21 +38,20 @@ def compute_epsilon(
     accountant: str = DEFAULT,
     **variant: Any,
 ) -> float:
-    """Returns an upper bound on ε after ``steps`` equal releases.
+    """Return an upper bound on ε after ``steps`` equal releases.
 
-    No steps cost nothing, whatever the noise; without noise, ε is infinite.
+    ε is 0 for no steps, with any noise. Otherwise it is infinite without noise.
 
     Args:
         noise_multiplier: sigma, the noise standard deviation divided by the clipping norm.
-        sample_rate: q, the probability with which each example enters a step.
+        sample_rate: q, the probability with which a step includes an example.
         steps: Number of releases.
         delta: δ of the guarantee.
         accountant: A name in `ACCOUNTANTS`.
-        variant: ``adjacency`` and ``bands``, as `Releases` says.
+        variant: ``adjacency`` and ``bands`` of `Releases`.
 
     Raises:
-        PrivacyError: An argument is out of range, or replace-one neighbours and bands are asked
-            for together.
+        PrivacyError: An argument is out of range, or replace-one adjacency is combined with bands.
 
     >>> compute_epsilon(noise_multiplier=0.0, sample_rate=0.01, steps=10, delta=1e-5)
     inf
@@ -69,10 +68,9 @@ def compute_epsilon(
 def compose_epsilon(
     releases: Sequence[Releases], *, delta: float, accountant: str = DEFAULT
 ) -> float:
-    """Returns an upper bound on ε of all ``releases`` together, in any order.
+    """Return an upper bound on ε for the composition of ``releases``, in any order.
 
-    Equal blocks are merged; blocks of no steps cost nothing, even without noise. All have to be
-    about the same neighbours.
+    Releases of no steps have no cost, even without noise. All must have the same adjacency.
 
     >>> both = [Releases(4.0, 0.05, 500), Releases(3.0, 0.02, 100)]
     >>> round(compose_epsilon(both, delta=1e-5), 2)
@@ -85,14 +83,15 @@ def compose_epsilon(
 
 
 def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
-    """Returns the blocks that an accountant is asked about, and the releases of each, above 0."""
+    """Return the distinct blocks of releases, and the number of releases of each, above 0."""
     counts: Counter[Block] = Counter()
     for equal in releases:
         counts[equal.block()] += equal.counted
     pairs = [(block, count) for block, count in counts.items() if count]
     if len({block.replaces for block, _ in pairs}) > 1:
         raise PrivacyError(
-            f"{releases=} are about different neighbours; give all of them the same adjacency."
+            f"{releases=} have different neighbours, so their epsilons do not add up. Give all of "
+            "them the same adjacency."
         )
     return [block for block, _ in pairs], [count for _, count in pairs]
 
@@ -108,31 +107,43 @@ def find_noise_multiplier(
     guess: float = 1.0,
     **variant: Any,
 ) -> float:
-    """Returns the smallest noise multiplier whose ε is at most ``target_epsilon``.
+    """Return the smallest noise multiplier whose ε is at most ``target_epsilon``.
 
-    `compute_epsilon` of the result never exceeds the target and is within 0.05 % of it (or the
-    result within 0.05 % of the smallest). ``steps`` must be positive: a run that releases nothing
-    meets every target, and answering 0 would let a run that does take steps start without noise.
-    ``variant`` is as in `compute_epsilon`. ``earlier`` releases, of runs on the same data, are
-    within the target as well. The search begins at ``guess``.
+    `compute_epsilon` of the result never exceeds the target. It is within 0.05 % of the target, or
+    the result is within 0.05 % of the smallest noise multiplier.
+
+    Args:
+        target_epsilon: the budget; the ``earlier`` releases are a part of it.
+        target_delta: δ of the guarantee.
+        sample_rate: q, the probability with which a step includes an example.
+        steps: number of releases, at least 1. For 0 steps the result would be no noise.
+        accountant: a name in `ACCOUNTANTS`.
+        earlier: releases of earlier runs on the same data.
+        guess: the noise multiplier at which the search starts.
+        variant: ``adjacency`` and ``bands`` of `Releases`.
+
+    Raises:
+        PrivacyError: an argument is out of range, ``earlier`` releases have spent the budget, or
+            no noise suffices.
     """
     if not 0 < target_epsilon < math.inf:
         raise PrivacyError(
-            f"{target_epsilon=} must be positive and finite; state the budget, for example 6.0."
+            f"{target_epsilon=} must be positive and finite. Pass the budget, for example 6.0."
         )
     _check_delta("target_delta", target_delta)
     asked = Releases(1.0, sample_rate, steps, **variant)
-    asked.block()  # refuses what is out of range
+    asked.block()  # refuses values out of range
     if steps == 0:
         raise PrivacyError(
-            f"{steps=} releases nothing, so every noise multiplier meets {target_epsilon=}; give "
-            "the number of steps the run will take."
+            f"{steps=} releases nothing, so every noise multiplier meets {target_epsilon=}. Pass "
+            "the number of steps of the run."
         )
     used = compose_epsilon(earlier, delta=target_delta, accountant=accountant)
     if used >= target_epsilon:
         raise PrivacyError(
-            f"{target_epsilon=} is spent already: earlier releases on the same data took epsilon "
-            f"{used:.4g} at {target_delta=}. Choose a larger target_epsilon, which covers them all."
+            f"{target_epsilon=} is spent already: earlier releases on the same data spent epsilon "
+            f"{used:.4g} at {target_delta=}. Choose a larger target_epsilon, as the budget of all "
+            "runs."
         )
 
     def curve(noise_multiplier: float, name: str) -> EpsilonCurve:
@@ -142,35 +153,35 @@ def find_noise_multiplier(
     def rough(sigma: float) -> float:
         return curve(sigma, ROUGH).epsilon(steps)
 
-    # RDP answers in milliseconds with a few percent too much: the search begins there, from above.
+    # RDP takes milliseconds, and its bound is a few percent too large: the search starts there.
     guess = _smallest(rough, target_epsilon, guess) or 1.0
     ends = rough(guess), rough(guess * _NEARBY)
     straight = 0 < min(ends) and max(ends) < math.inf
     slope = math.log(ends[1] / ends[0]) / math.log(_NEARBY) if straight else -1.0
     start = curve(guess, accountant)
-    known = {guess: start.epsilon(steps)}  # only then it is known which accountant answers
+    known = {guess: start.epsilon(steps)}  # computing it decides which accountant is used
 
     def epsilon(sigma: float) -> float:
-        found = known.get(sigma)
-        return curve(sigma, start.accountant).epsilon(steps) if found is None else found
+        cached = known.get(sigma)
+        return curve(sigma, start.accountant).epsilon(steps) if cached is None else cached
 
     sigma = _smallest(epsilon, target_epsilon, guess, slope)
     if sigma is None:
         raise PrivacyError(
-            f"{target_epsilon=} is below what accountant={accountant!r} can certify at "
-            f"{target_delta=}, however large the noise"
-            + (f", where earlier releases took {used:.4g}" if used else "")
-            + "; choose a larger target_epsilon."
+            f"{target_epsilon=} is too small: accountant={accountant!r} cannot certify it at "
+            f"{target_delta=} with any noise"
+            + (f", as earlier releases spent {used:.4g}" if used else "")
+            + ". Choose a larger target_epsilon."
         )
     return sigma
 
 
 class EpsilonCurve:
-    """ε as a function of the steps taken, for a loop that asks again and again.
+    """ε as a function of the number of steps, for repeated calls in a training loop.
 
-    The accountant is built once, on the first question, for all steps of ``releases``, and again
-    only if a run exceeds them. Answers are remembered. Every answer includes the ``earlier``
-    releases, of runs on the same data.
+    The accountant is built at the first call, for all steps of ``releases``. It is built again only
+    if a run exceeds these steps. Answers are cached. Every answer includes the ``earlier`` releases
+    of runs on the same data.
 
     >>> curve = EpsilonCurve(Releases(4.0, 64 / 1024, 1000), 1e-5, accountant="rdp")
     >>> [round(curve.epsilon(steps), 2) for steps in (0, 10, 1000)]
@@ -184,26 +195,27 @@ class EpsilonCurve:
         accountant: str = DEFAULT,
         earlier: Sequence[Releases] = (),
     ) -> None:
-        self._own, self._earlier = releases, list(earlier)
+        self._releases, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
         self._delta = delta
         self._composition = self._compose(_known(accountant))
 
     def _all(self, steps: int) -> tuple[list[Block], list[int]]:
-        return blocks_of([replace(self._own, steps=steps), *self._earlier])
+        return blocks_of([replace(self._releases, steps=steps), *self._earlier])
 
     def _compose(self, accountant: str) -> Composition:
-        return Composition(*self._all(self._own.steps), self._delta, accountant)
+        return Composition(*self._all(self._releases.steps), self._delta, accountant)
 
     @property
     def accountant(self) -> str:
-        """The accountant that answers: the selected one, or another one if that has failed."""
+        """The accountant in use: the selected one, or its fallback if it failed."""
         return self._composition.accountant
 
     def epsilon(self, steps: int) -> float:
-        """Returns an upper bound on ε after ``steps`` steps."""
-        if steps > self._own.steps:
-            self._own = replace(self._own, steps=max(int(steps), 2 * self._own.steps))
+        """Return an upper bound on ε after ``steps`` steps."""
+        if steps > self._releases.steps:
+            more = max(int(steps), 2 * self._releases.steps)
+            self._releases = replace(self._releases, steps=more)
             self._composition = self._compose(self.accountant)
         advance()
         if steps == 0:
@@ -212,23 +224,22 @@ class EpsilonCurve:
 
 
 def refuse_large_delta(delta: float, num_samples: int, unit: str = "example") -> None:
-    """Refuses a δ at which one unit in ``num_samples`` might be published as it is.
+    """Refuse a δ so large that publishing one random unit in ``num_samples`` would satisfy it.
 
     Raises:
         PrivacyError: ``delta`` is not below 1 / ``num_samples``.
     """
     require(
         delta < 1 / num_samples,
-        f"target_delta={delta:g} is not below 1/{num_samples}: publishing one random {unit} "
-        f"outright would satisfy it; choose a smaller one, for example {0.01 / num_samples:.0e}.",
+        f"target_delta={delta:g} is not below 1/{num_samples}: publishing one random {unit} would "
+        f"satisfy it. Choose a smaller one, for example {0.01 / num_samples:.0e}.",
     )
 
 
 def expected_steps_per_epoch(sample_rate: float) -> int:
-    """Returns the number of steps after which each example was drawn once in expectation.
+    """Return the number of steps that sample each example once in expectation.
 
-    This is 1 / q rounded up, so that an epoch never falls short; the rounding error of a q that
-    was computed as a quotient does not count as a step.
+    This is 1 / q rounded up. Rounding errors of q are ignored.
 
     Raises:
         PrivacyError: ``sample_rate`` is not in (0, 1].
@@ -245,15 +256,15 @@ def expected_steps_per_epoch(sample_rate: float) -> int:
 # ---- Calibration ----
 
 
-_NEARBY = 1.1  # times a noise multiplier: where the slope of ε is taken
+_NEARBY = 1.1  # factor of a noise multiplier, over which the slope of ε is computed
 
 
 def _smallest(
     epsilon: Callable[[float], float], target: float, guess: float, slope: float = -1.0
 ) -> float | None:
-    """Returns sigma with ``epsilon(sigma)`` just below ``target``; None if no noise suffices.
+    """Return sigma with ``epsilon(sigma)`` just below ``target``; None if no noise suffices.
 
-    ``slope`` is about that of log ε over log sigma at ``guess``.
+    ``slope`` is an estimate of the slope of log ε over log sigma at ``guess``.
     """
     tolerance = 5e-4
     aim = target * (1 - tolerance / 2)
@@ -270,14 +281,14 @@ def _smallest(
             return high
         if low > 1e6 * max(guess, 1.0):
             return None
-        # A secant step in logarithms, where the curve is nearly straight, of at most 4x; bisect
-        # if it leaves the bracket or does not settle.
+        # A secant step of at most 4x in logarithms, in which the curve is nearly a line. Bisect if
+        # the step leaves the bracket, or if the search does not converge.
         error = math.log(min(max(value / aim, 1e-3), 1e3))
         if last is not None and last[0] != sigma and last[1] != error:
             slope = min((error - last[1]) / math.log(sigma / last[0]), -0.3)
         last = sigma, error
         sigma *= math.exp(min(max(-error / slope, -1.4), 1.4))
-        if attempt > 12 and high == math.inf:  # flat: earlier releases take nearly all of it
+        if attempt > 12 and high == math.inf:  # flat curve: earlier releases spent nearly all
             sigma = 4 * low
         if (attempt > 12 or not low < sigma < high) and 0 < low and high < math.inf:
             sigma = math.sqrt(low * high)
@@ -290,14 +301,14 @@ def _smallest(
 def _check_delta(name: str, delta: float) -> None:
     if not 0 < delta < 1:
         raise PrivacyError(
-            f"{name}={delta!r} must lie strictly between 0 and 1; choose one far below "
+            f"{name}={delta!r} must lie strictly between 0 and 1. Choose one far below "
             "1 / num_samples, for example 1e-5."
         )
 
 
 def _known(accountant: str) -> str:
-    """Returns the name of an accountant, or of the default for the default of older ledgers."""
+    """Return the name of an accountant; ``DEFAULT`` for ``least``, the default of older ledgers."""
     name = DEFAULT if accountant == "least" else accountant
     if name not in ACCOUNTANTS:
-        raise PrivacyError(f"{accountant=} is unknown; choose one of {[*ACCOUNTANTS]}.")
+        raise PrivacyError(f"{accountant=} is unknown. Choose one of {[*ACCOUNTANTS]}.")
     return name

@@ -1,8 +1,8 @@
-"""Rényi differential privacy: a bound within milliseconds, a few percent loose, for any numbers.
+"""Rényi differential privacy: a fast upper bound on ε that is always available, but looser.
 
-Mironov, Talwar and Zhang (2019), "Rényi differential privacy of the sampled Gaussian mechanism":
-integer orders by its binomial sum, fractional orders by quadrature of the defining integral. All
-orders of the pair that replacing one example makes (`replace_one`) are computed by quadrature too.
+Source: Mironov, Talwar and Zhang (2019), "Rényi differential privacy of the sampled Gaussian
+mechanism". Integer orders are computed by its binomial sum, fractional orders by quadrature of the
+integral. All orders for replace-one adjacency (`replace_one`) are computed by quadrature.
 """
 
 import math
@@ -17,7 +17,7 @@ from scipy.special import gammaln, logsumexp
 
 
 class Block(NamedTuple):
-    """The common properties of equal releases, each a Poisson-subsampled Gaussian.
+    """The parameters of equal releases of the Poisson-subsampled Gaussian mechanism.
 
     With ``replaces``, neighbours replace one example; see `replace_one`.
     """
@@ -28,39 +28,38 @@ class Block(NamedTuple):
 
 
 class AccountantFailure(Exception):
-    """An accountant cannot bound ε here; another one is asked instead."""
+    """An accountant cannot bound ε for these releases; its fallback is used."""
 
 
 class Accountant(ABC):
-    """Bounds ε of ``counts[i]`` releases of ``blocks[i]``, all of them with noise.
+    """Base class of accountants, for ``counts[i]`` releases of ``blocks[i]`` with noise.
 
-    A subclass raises `AccountantFailure` rather than hang or return a number that is not an upper
-    bound.
+    If a subclass cannot compute an upper bound in reasonable time, it raises `AccountantFailure`.
     """
 
     @abstractmethod
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
-        """Prepares for up to ``max_counts[i]`` > 0 releases of ``blocks[i]``."""
+        """Prepare for up to ``max_counts[i]`` > 0 releases of ``blocks[i]``."""
 
     @abstractmethod
     def epsilon(self, counts: Sequence[int]) -> float:
-        """Returns an upper bound on ε, where ``0 < counts[i] <= max_counts[i]``."""
+        """Return an upper bound on ε, for ``0 < counts[i] <= max_counts[i]``."""
 
 
 _FRACTIONAL = 1 + np.geomspace(0.03, 9, 60)
 _INTEGER = np.unique(np.concatenate([np.arange(2, 24), np.geomspace(24, 1024, 40).round()]))
 ORDERS = np.concatenate([_FRACTIONAL, _INTEGER])
-_MAX_POINTS = 60_000  # of a quadrature: high orders at little noise, which no epsilon needs
+_MAX_POINTS = 60_000  # points of a quadrature; only high orders at little noise need more
 
 
 @lru_cache(maxsize=1024)
 @np.errstate(all="ignore")  # an infinite moment is a valid bound
 def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
-    """Returns log E[(density with the example / density without)^order] for all `ORDERS`."""
+    """Return log E[(density with the example / density without)^order] for all `ORDERS`."""
     if q == 1.0:
         return np.asarray(ORDERS * (ORDERS - 1) / 2 / sigma / sigma)
-    # Integer orders: the binomial coefficients sum to one and the terms k = 0, 1 depend on no
-    # noise, so the excess over one is a sum of positive terms; nothing cancels for small q.
+    # Integer orders: the binomial weights sum to one, and the terms k = 0, 1 do not depend on the
+    # noise. So the moment minus one is a sum of positive terms, without cancellation for small q.
     k, order = np.arange(2, _INTEGER[-1] + 1), _INTEGER[:, None]
     exponent = k * (k - 1) / 2 / sigma / sigma
     rest = np.maximum(order - k, 0)
@@ -68,11 +67,11 @@ def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
     terms = terms + k * math.log(q) + rest * math.log1p(-q)
     terms = terms + exponent + np.log(-np.expm1(-exponent))
     integer = np.logaddexp(0, logsumexp(np.where(k <= order, terms, -np.inf), axis=1))
-    if sigma < 0.05:  # too sharp for the quadrature; log moments are convex and zero at order 1
+    if sigma < 0.05:  # too sharp for quadrature; log moments are convex, and zero at order 1
         chords = np.interp(_FRACTIONAL, [1.0, *_INTEGER], [0.0, *integer])
         return np.concatenate([chords, integer])
-    # Fractional orders: the trapezoidal rule is exact up to rounding (which 1e-14 covers) for
-    # this integrand, analytic within pi * sigma^2 of the real line.
+    # Fractional orders: the integrand is analytic within pi * sigma^2 of the real line, so the
+    # trapezoidal rule is exact up to rounding, which 1e-14 covers.
     step = min(sigma, sigma * sigma) / 2
     z = np.arange(-12 * sigma, _FRACTIONAL[-1] + 12 * sigma, step)
     log_ratio = np.logaddexp(math.log1p(-q), math.log(q) + (z - 0.5) / sigma / sigma)
@@ -84,15 +83,15 @@ def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
 @lru_cache(maxsize=1024)
 @np.errstate(all="ignore")
 def log_moments_of_replacement(sigma: float, q: float) -> npt.NDArray[np.float64]:
-    """Returns log E_Q[(P / Q)^order] for all `ORDERS`, of the worst pair P, Q of `replace_one`."""
-    # Joint convexity: of all releases, a share of q has twice the sensitivity, the rest has none.
+    """Return log E_Q[(P / Q)^order] for all `ORDERS`, of the worst pair P, Q of `replace_one`."""
+    # A bound by joint convexity: sensitivity 2C with probability q, and 0 otherwise.
     doubled = 2 * ORDERS * (ORDERS - 1) / sigma / sigma
     if q == 1.0:
         return np.asarray(doubled)
     bounds = np.logaddexp(math.log1p(-q), math.log(q) + doubled)
     for i, order in enumerate(ORDERS):
-        # The integrand is analytic within pi * sigma^2 of the real line, where powers of P and Q
-        # grow with the order. This step keeps the trapezoidal rule exact up to rounding.
+        # The integrand is analytic within pi * sigma^2 of the real line. There, powers of P and Q
+        # grow with the order. With this step, the trapezoidal rule is exact up to rounding.
         step = min(sigma, sigma * sigma) / (6 + order / 40)
         end = 2 * order - 1 + 12 * sigma
         if not (end + 1 + 12 * sigma) / step <= _MAX_POINTS:
@@ -109,7 +108,7 @@ def log_moments_of_replacement(sigma: float, q: float) -> npt.NDArray[np.float64
 
 
 def renyi_epsilon(blocks: Sequence[Block], counts: Sequence[int], delta: float) -> float:
-    """Returns an upper bound on ε by Rényi moments, infinite if no order has a finite one.
+    """Return an upper bound on ε by Rényi moments; infinite if all moments are infinite.
 
     Moments are converted by theorem 21 of Balle et al. (2020).
     """

@@ -1,4 +1,4 @@
-"""The public numbers that describe releases, checked, and the block that accountants compose."""
+"""The public parameters of releases, with their checks."""
 
 import math
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _ROUNDING = 1e-9
 
 
 class Adjacency(Choice):
-    """The neighbours an ε can be about: one example added or removed, or one replaced."""
+    """The neighbouring datasets: one example is added or removed, or one example is replaced."""
 
     ADD_OR_REMOVE_ONE = "add_or_remove_one"
     REPLACE_ONE = "replace_one"
@@ -22,10 +22,10 @@ class Adjacency(Choice):
 class Releases:
     """Equal releases of ``steps`` steps.
 
-    The plain release is a Poisson-subsampled Gaussian of noise multiplier ``noise_multiplier``
-    (sigma) and sampling rate ``sample_rate`` (q). ``adjacency`` is one of `Adjacency`. With
-    ``bands``, noise is correlated over this many steps, and each of them samples from another group
-    of the examples; see `banded`.
+    Each is a Poisson-subsampled Gaussian with the noise multiplier ``noise_multiplier`` (sigma) and
+    the sampling rate ``sample_rate`` (q). ``adjacency`` is one of `Adjacency`. ``bands`` is the
+    number of steps over which noise is correlated. With several bands, each of these steps samples
+    from another group of the examples; see `banded`.
     """
 
     noise_multiplier: float
@@ -36,28 +36,28 @@ class Releases:
 
     @property
     def counted(self) -> int:
-        """The number of releases that the steps are accounted as: the steps of one example."""
+        """The number of releases to account for: the steps that can sample a given example."""
         return -(-int(self.steps) // self.bands)
 
     @property
     def counted_rate(self) -> float:
-        """The sampling rate that each of these is accounted at: b q, or q for independent noise."""
+        """The sampling rate of these releases: b q, or q for independent noise."""
         return min(1.0, float(self.sample_rate) * self.bands)
 
     def block(self) -> Block:
-        """Checks all values, and returns the block that accountants compose.
+        """Check all values, and return the block that accountants compose.
 
         Raises:
-            PrivacyError: A value is out of range, or values do not go together.
+            PrivacyError: A value is out of range, or two values contradict each other.
         """
         require(
             0 <= self.noise_multiplier < math.inf,
-            f"noise_multiplier={self.noise_multiplier!r} must be finite and not negative; it is "
+            f"noise_multiplier={self.noise_multiplier!r} must be finite and not negative. It is "
             "the noise standard deviation divided by the clipping norm, for example 1.0.",
         )
         require(
             0 < self.sample_rate <= 1,
-            f"sample_rate={self.sample_rate!r} must lie in (0, 1]; it is expected_batch_size / "
+            f"sample_rate={self.sample_rate!r} must lie in (0, 1]. It is expected_batch_size / "
             "num_samples, for example 64 / 1024.",
         )
         require(
@@ -75,13 +75,13 @@ class Releases:
         replaces = self.adjacency == Adjacency.REPLACE_ONE
         require(
             not (replaces and self.bands > 1),
-            f"adjacency={self.adjacency!r} and bands={self.bands!r} have no joint analysis: use "
-            "adjacency='replace_one' or bands (noise='banded'), not both.",
+            f"adjacency={self.adjacency!r} and bands={self.bands!r}: the accountants cannot "
+            "compute epsilon for both. Use adjacency='replace_one' or bands (noise='banded').",
         )
         require(
             self.sample_rate * self.bands <= 1 + _ROUNDING,
-            f"bands={self.bands!r} groups of which one is drawn from need a sample_rate of at "
-            f"most 1/{self.bands}; got {self.sample_rate!r}.",
+            f"bands={self.bands!r}: each step samples from one of {self.bands} groups, so "
+            f"sample_rate={self.sample_rate!r} must be at most 1/{self.bands}. Lower one of them.",
         )
         return Block(float(self.noise_multiplier), self.counted_rate, replaces)
 

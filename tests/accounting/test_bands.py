@@ -151,7 +151,7 @@ def test_bands_compose_with_what_was_released_before() -> None:
     [
         ({"bands": 0}, "bands=0"),
         ({"bands": 60}, "at most 1/60"),
-        ({"bands": 4, "adjacency": "replace_one"}, "no joint analysis"),
+        ({"bands": 4, "adjacency": "replace_one"}, "cannot compute epsilon for both"),
     ],
 )
 def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) -> None:

@@ -155,7 +155,7 @@ def test_the_accountants_agree() -> None:
 
 
 def test_releases_about_different_neighbours_do_not_compose() -> None:
-    with pytest.raises(PrivacyError, match="are about different neighbours"):
+    with pytest.raises(PrivacyError, match="have different neighbours"):
         compose_epsilon(
             [Releases(2.0, 0.1, 5), Releases(2.0, 0.1, 5, adjacency=REPLACE_ONE)], delta=1e-5
         )

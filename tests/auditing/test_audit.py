@@ -139,7 +139,7 @@ def test_the_bound_holds_for_a_gaussian_mechanism_as_often_as_it_says() -> None:
     [
         ({"correct": 11}, "correct=11, guesses=10 and canaries=20 must not fall"),
         ({"guesses": 21}, "guesses=21 and canaries=20"),
-        ({"correct": 0, "guesses": 0}, "there must be a guess"),
+        ({"correct": 0, "guesses": 0}, "at least one guess"),
         ({"delta": 1.0}, "delta=1.0 must lie in"),
         ({"confidence": 1.0}, "confidence=1.0 must lie in"),
     ],
@@ -354,7 +354,7 @@ def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) 
     printed = capsys.readouterr().out
     assert "guesses          50, fixed in advance" in printed
     assert "epsilon claimed  1.993" in printed  # the closed form of one Gaussian: 1.99309
-    assert "The attack shows nothing beyond the claim." in printed
+    assert "The attack does not contradict the claim." in printed
 
 
 @pytest.mark.slow
