@@ -1,13 +1,14 @@
-"""DP-GRAPE for Hugging Face: private training for less than the price of non-private training.
+"""DP-GRAPE for Hugging Face: differentially private training with the ``Trainer``.
 
-Read in this order: ``arguments`` says what is promised, ``trainer`` adapts the Hugging Face loop
-and has the order of a step, ``mechanism`` keeps the promise, ``ledger`` writes down that it was
-kept, ``publishing`` shows only what the ledger says. Below them, ``gradients`` computes the
-gradients of each example, ``projections`` and ``optimizers`` work in coordinates, and
-``accounting`` says what a release costs. ``memory``, ``auditing`` and ``cli`` look from outside.
+Read the subpackages in this order. ``arguments`` checks the options and computes the noise.
+``trainer`` adapts the Hugging Face loop and defines the order of a step. ``mechanism`` samples,
+clips and adds noise. ``ledger`` records each private update, and ``publishing`` writes the model
+card from the ledger. ``gradients`` computes per-sample gradients, ``projections`` and
+``optimizers`` work in the projected space, and ``accounting`` computes epsilon. ``memory``,
+``auditing`` and ``cli`` are tools around a run.
 
-A name is imported when it is asked for, so that the command line starts without torch.
-The trainers of TRL and their configs (SFT, DPO, Reward) need ``pip install 'dp_grape_hf[sft]'``.
+Names are imported at their first use, so that the command line starts without torch. The trainers
+of TRL and their configs (SFT, DPO, Reward) need ``pip install 'dp_grape_hf[sft]'``.
 """
 
 from importlib import import_module

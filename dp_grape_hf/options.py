@@ -1,8 +1,8 @@
 """The table of all options: name, type, range, default and meaning.
 
-The fields of the training arguments, their checks, ``dp-grape``, the ledger's checks of the same
-numbers and the page of ``dp_grape_hf/arguments`` take them from here. Nothing else is imported, so
-that the command line starts without torch; the tests compare the choices with what there is.
+The training arguments and their checks, ``dp-grape``, the checks of the ledger, and the page of
+``dp_grape_hf/arguments`` use this table. It imports nothing slow, so that the command line starts
+without torch. Tests compare the choices with the code.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dp_grape_hf.errors import PrivacyError, require
 
 
 class Range(NamedTuple):
-    """The values that are allowed: their type; in words, after "must be"; and as a test."""
+    """The allowed values: their type, their description after "must be", and a test."""
 
     kind: type
     needed: str
     holds: Callable[[Any], bool] = lambda value: True
 
     def option(self, meaning: str, default: Any = None, otherwise: str = "", **more: Any) -> Option:
-        """Returns an option of this range, with the other parts of ``Option`` by name."""
+        """Return an option of this range; ``more`` are other fields of ``Option``."""
         return Option(self, meaning, default, otherwise, **more)
 
 
 def one_of(*choices: str) -> Range:
-    """Returns the range that is these texts."""
+    """Return a range of texts with these choices."""
     return Range(str, f"one of {', '.join(map(repr, choices))}", choices.__contains__)
 
 
@@ -49,9 +49,9 @@ NOT_NEGATIVE = Range(float, "0 or greater, and finite", lambda v: 0 <= v < math.
 DELTA = Range(float, "between 0 and 1, and a normal number", lambda v: sys.float_info.min <= v < 1)
 BOUND = Range(
     float,
-    "greater than 0: it bounds what each sample contributes, which the noise is calibrated to. "
-    "Leave it at 1.0, or take clipping='automatic' if it is not to be tuned; not to clip at all, "
-    "which 0 means in the Trainer, is max_grad_norm=inf with noise_multiplier=0",
+    "greater than 0: it bounds each sample's gradient, and the noise is proportional to it. Leave "
+    "it at 1.0, or set clipping='automatic', with which it needs no tuning. To train without "
+    "clipping (0 in the Trainer), set max_grad_norm=inf and noise_multiplier=0",
     lambda v: v > 0,
 )
 
@@ -63,12 +63,12 @@ class Option(NamedTuple):
     """One option.
 
     Args:
-        range: of its values, and their type.
-        meaning: in Markdown. The first sentence is what ``dp-grape`` shows.
+        range: the allowed values and their type.
+        meaning: in Markdown. ``dp-grape`` shows the first sentence.
         default: None if there is none, or if it depends on other options.
-        otherwise: what happens where a default of None is left, in words.
-        short: another name.
-        of_host: whether it is an option of ``TrainingArguments`` that is not defined anew.
+        otherwise: a description of the default, if ``default`` is None.
+        short: a second, short name.
+        of_host: whether it is an option of ``TrainingArguments`` without changes.
     """
 
     range: Range
@@ -80,30 +80,30 @@ class Option(NamedTuple):
 
     @property
     def help(self) -> str:
-        """The meaning and the default, without marks."""
+        """The meaning and the default as plain text."""
         return _plain(self.meaning + (f" Default: {self.otherwise}." if self.otherwise else ""))
 
     @property
     def brief(self) -> str:
-        """The first sentence of the meaning, without marks and its full stop."""
+        """The first sentence of the meaning as plain text, without its full stop."""
         return _plain(self.meaning).partition(". ")[0].rstrip(".")
 
 
 def read(name: str, value: Any) -> Any:
-    """Returns a value of an option as its type: YAML has text for 1e-5, a command line for factors.
+    """Return a value converted to the type of its option, for texts from YAML or a command line.
 
     Raises:
-        PrivacyError: it has another type, or is out of range.
+        PrivacyError: the value has another type, or is out of range.
     """
     (kind, needed, holds), default = OPTIONS[name].range, OPTIONS[name].default
     if value is None and default is None:
         return None
     try:
-        found = _READERS[kind](value) if kind in _READERS else value
+        parsed = _READERS[kind](value) if kind in _READERS else value
     except (ValueError, TypeError, AttributeError, OverflowError):
         raise PrivacyError(f"{name}={value!r} must be {_IN_WORDS[kind]}.") from None
-    require(isinstance(found, kind) and holds(found), f"{name}={found!r} must be {needed}.")
-    return found
+    require(isinstance(parsed, kind) and holds(parsed), f"{name}={parsed!r} must be {needed}.")
+    return parsed
 
 
 def _number(value: Any) -> float:
@@ -120,10 +120,10 @@ def _whole(value: Any) -> int:
 
 
 def _factors(value: Any) -> dict[str, float]:
-    found = json.loads(value) if isinstance(value, str) else dict(value)
-    if not found or not all(_is_factor(*item) for item in found.items()):
+    factors = json.loads(value) if isinstance(value, str) else dict(value)
+    if not factors or not all(_is_factor(*item) for item in factors.items()):
         raise ValueError
-    return dict(found)
+    return dict(factors)
 
 
 def _is_factor(pattern: Any, value: Any) -> bool:
@@ -142,7 +142,7 @@ def _plain(markdown: str) -> str:
 # ---- The table ----
 
 OPTIONS: dict[str, Option] = {
-    # The promise
+    # The privacy budget
     "target_epsilon": POSITIVE.option(
         "The privacy budget epsilon of the whole run. The noise is calibrated for it, and training "
         "stops there. Pass exactly one of this and `noise_multiplier`.",

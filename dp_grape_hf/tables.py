@@ -1,24 +1,24 @@
-"""Tables of text, as commands and runs print them."""
+"""Text tables that commands and runs print."""
 
 import textwrap
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 WIDTH = 100  # characters of a line
-_LEAST = 24  # of the last column, however wide the others are
+_LEAST = 24  # least width of the last column, in characters
 
 
 def table(rows: Iterable[Sequence[str]], align: str = "<", most: Sequence[int] = ()) -> str:
-    """Returns aligned lines, two spaces between columns; what does not fit goes on below its cell.
+    """Return aligned lines, with two spaces between columns; long cells are wrapped.
 
     >>> table([["a", "1"], ["bcd", "10"]], "<>")
     'a     1\\nbcd  10\\n'
 
     Args:
-        rows: the cells, equally many in each row.
-        align: ``<`` or ``>`` for each column; the last one holds for all columns that follow.
-        most: how many characters wide the first columns may be; the last column may be as wide as
-            ``WIDTH`` leaves it.
+        rows: the cells; all rows have the same number of cells.
+        align: ``<`` or ``>`` for each column; the last one is repeated for further columns.
+        most: the largest widths of the first columns, in characters. The last column gets the rest
+            of ``WIDTH``.
     """
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -1,1 +1,1 @@
-"""The door: the command ``dp-grape``, and one module for each of its subcommands."""
+"""The command ``dp-grape``, with one module for each of its subcommands."""

@@ -1,4 +1,4 @@
-"""``dp-grape audit``: the claim of a training run on this machine, beside what an attack shows."""
+"""``dp-grape audit``: attack a training run, and compare the result with its claimed epsilon."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.tables import table
 
 _NOT_OF_A_RUN = (
-    "{place} cannot be audited, because an audit puts canaries into the training data and so "
-    "trains a run of its own: dp-grape audit without a folder does that here, by the same code, "
-    "and dp-grape verify {place} checks the ledger, the card and the files of your run."
+    "{place} cannot be audited: an audit has to add canaries to the training data, so it trains a "
+    "separate run. Use dp-grape audit without a folder to audit such a run of the same code, and "
+    "dp-grape verify {place} to check the ledger, the card and the files of your run."
 )
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
-    """Returns claim and bound, and 1 if the bound exceeds the claim."""
+    """Return a report of claim and lower bound, and 1 if the bound exceeds the claim."""
     if (place := vars(args).get("audited")) is not None:
         raise PrivacyError(_NOT_OF_A_RUN.format(place=place))
     names = {field.name for field in fields(AuditSettings)}
@@ -31,11 +31,11 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _as_json(result: AuditResult) -> str:
-    found = asdict(result) | {
+    content = asdict(result) | {
         "guesses": result.settings.number_of_guesses,
         "passed": result.passed,
     }
-    return json.dumps(found, indent=2) + "\n"
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _as_text(result: AuditResult) -> str:
@@ -58,7 +58,7 @@ def _as_text(result: AuditResult) -> str:
         f"{settings.confidence:g}",
     }
     verdict = (
-        "The attack shows nothing beyond the claim."
+        "The attack does not contradict the claim."
         if result.passed
         else "THE RUN IS NOT AS PRIVATE AS IT CLAIMS: the lower bound exceeds the claim."
     )

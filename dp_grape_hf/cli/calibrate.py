@@ -30,7 +30,7 @@ class _Row(NamedTuple):
     noise_std_on_mean_over_max_grad_norm: float | None
     accountant: str
     coefficients: tuple[float, ...]
-    noise_left: float | None  # in the weights at the end, over that of independent noise
+    noise_left: float | None  # in the final weights, relative to independent noise
     accounted_releases: int
     accounted_sample_rate: float
 
@@ -45,7 +45,7 @@ Gaussian releases ("releases") at the sampling rate b q ("at rate").
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the table, or JSON."""
+    """Return the table, or JSON."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
     plan: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
     variant: dict[str, Any] = {"adjacency": args.adjacency}
@@ -74,8 +74,8 @@ def run(args: argparse.Namespace) -> str:
         curve = EpsilonCurve(releases, args.target_delta, args.accountant)
         one_size = batch_size is not None and len(coefficients) == 1
         on_mean = sigma / batch_size if one_size else None
-        own = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
-        rows.append(_Row(*own, coefficients, left, releases.counted, releases.counted_rate))
+        first = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
+        rows.append(_Row(*first, coefficients, left, releases.counted, releases.counted_rate))
     if not args.json:
         return (
             f"sample rate {sample_rate:.6g}, steps {steps}, delta {args.target_delta:g}, "
@@ -120,24 +120,26 @@ def _table(rows: list[_Row]) -> str:
 
 
 def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:
-    """Returns what weights make of releases; None for independent noise."""
+    """Return schedule and momentum for banded noise; None for independent noise."""
     if args.noise != "banded":
         if args.momentum is not None:
-            raise PrivacyError(f"momentum={args.momentum!r} matters with --noise banded only.")
+            raise PrivacyError(
+                f"momentum={args.momentum!r} has an effect with --noise banded only. Leave it out."
+            )
         return None
     if args.noise_multiplier is not None:
         raise PrivacyError(
             f"noise='banded' with noise_multiplier={args.noise_multiplier!r}: the number of bands "
-            "is found for a budget; give --target_epsilon."
+            "is computed for a budget. Pass --target_epsilon instead."
         )
     momentum = 0.9 if args.momentum is None else args.momentum
     if not 0 <= momentum < 1:
-        raise PrivacyError(f"{momentum=} must be at least 0 and below 1.")
+        raise PrivacyError(f"{momentum=} must be at least 0 and below 1, for example 0.9.")
     return {"schedule": [1 - step / steps for step in range(steps)], "inertia": momentum}
 
 
 def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]:
-    """Returns the sample rate, the expected batch size where it is known, and the steps."""
+    """Return the sampling rate, the expected batch size if it is known, and the steps."""
     num_samples: int | None = args.num_samples
     batch_size: float | None = args.expected_batch_size
     sample_rate: float
@@ -150,8 +152,8 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
         batch_size = None if num_samples is None else sample_rate * num_samples
     elif num_samples is None:
         raise PrivacyError(
-            f"expected_batch_size={batch_size:g} says nothing about privacy on its own; add "
-            "--num_samples, or give --sample_rate instead."
+            f"expected_batch_size={batch_size:g} alone does not give the sampling rate. Pass "
+            "--num_samples as well, or --sample_rate instead."
         )
     else:
         sample_rate = batch_size / num_samples
@@ -163,11 +165,11 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
 
 
 def _chosen_batch(args: argparse.Namespace) -> int:
-    """Returns the expected batch size that a run would choose."""
+    """Return the expected batch size that a run would choose."""
     if args.num_samples is None or args.num_train_epochs is None:
         raise PrivacyError(
-            "Without expected_batch_size and sample_rate, the batch is the one that a run would "
-            "choose, by --num_samples and --num_train_epochs. Give both, or --expected_batch_size "
-            "or --sample_rate."
+            "Without expected_batch_size and sample_rate, the batch size is computed from "
+            "--num_samples and --num_train_epochs. Pass both, or pass --expected_batch_size or "
+            "--sample_rate."
         )
     return batch_and_steps(args.num_samples, args.num_train_epochs)[0]

@@ -1,4 +1,4 @@
-"""``dp-grape card``: the model card of a folder that a run saved, from its ledger."""
+"""``dp-grape card``: write the model card of a saved model from its ledger."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dp_grape_hf.publishing import ADAPTER_CONFIG, CardDetails, json_of, render,
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the card, or where it was written."""
+    """Return the card, or with ``--write`` a message with its path."""
     folder: Path = args.folder
     details = CardDetails(
         repo_id=args.repo_id,
@@ -38,11 +38,11 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _renewed(path: Path, card: str, details: CardDetails) -> str:
-    """Returns the card that is there with a new statement, and what is declared as metadata."""
+    """Return the existing card with a new statement and new metadata."""
     if details.metrics and not details.metrics_are_public:
         raise PrivacyError(
-            f"metrics={dict(details.metrics)!r} of private data cannot be added to {path}, whose "
-            "text is its author's. Write them there yourself, and say that no epsilon covers them."
+            f"metrics={dict(details.metrics)!r} of private data cannot be added to the existing "
+            f"card {path}. Write them there yourself, and say that epsilon does not cover them."
         )
     written = path.read_text(encoding="utf-8")
     options = ("base_model", "language", "license", "pipeline_tag", "datasets")
@@ -51,13 +51,13 @@ def _renewed(path: Path, card: str, details: CardDetails) -> str:
         return renewed(written, card, declared | ({"model-index"} if details.metrics else set()))
     except PrivacyError as error:
         raise PrivacyError(
-            f"{path}: {error}. Only what stands between the marks of a card is replaced. Move the "
-            "file away, write the card again, and add your text below the second mark."
+            f"{path}: {error}. The command replaces only the text between the marks of a card. "
+            "Move the file away, write the card again, and add your text below the second mark."
         ) from error
 
 
 def _class_in(folder: Path) -> str | None:
-    """Returns the name of the model's class, from its config; None if there is none."""
+    """Return the name of the model's class, from its config; None if it has none."""
     config = json_of(folder / "config.json")
     names = config.get("architectures") if isinstance(config, dict) else None
     return names[0] if names else None

@@ -1,4 +1,4 @@
-"""``dp-grape convert``: a training script made private by a change of its imports."""
+"""``dp-grape convert``: make a training script private by changing its imports."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ CLASSES = {
 NEXT_STEPS = """
 {changed} private classes under their old names. The rest of the script is unchanged.
 {written}
-Run the script with its usual options, and add those of a private run:
+Run the script with its usual options, and add the options of a private run:
 
   --eps 8 --delta 1e-5            the privacy budget; delta far below 1 / N
-  --expected_batch_size 1024      examples of one update: as many as your time allows
-  --per_device_train_batch_size   examples at once: as many as fit into memory
+  --expected_batch_size 1024      examples per step: as many as your time allows
+  --per_device_train_batch_size   examples in memory at a time: as many as fit
 
 Epsilon protects a row of the training data. If one example or one person has several rows, name
 the column that tells them apart: --privacy_unit_column user_id.
@@ -34,65 +34,66 @@ the column that tells them apart: --privacy_unit_column user_id.
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the changes as a diff, and what to do next; writes them with ``--write``."""
-    found = changed(args.script)
+    """Return the changes as a diff, and the next steps; write the changes with ``--write``."""
+    new_texts = changed(args.script)
     diff: list[str] = []
-    for path, new in found.items():
+    for path, new in new_texts.items():
         old = path.read_text(encoding="utf-8").splitlines(keepends=True)
         lines = new.splitlines(keepends=True)
         diff += difflib.unified_diff(old, lines, path.name, path.name, n=1)
         if args.write:
             path.write_text(new, encoding="utf-8")
-    names = " and ".join(path.name for path in found)
-    written = f"{names}: written." if args.write else "Nothing is written: add --write for that."
-    changes = f"{names} {'imports' if len(found) == 1 else 'import'}"
+    names = " and ".join(path.name for path in new_texts)
+    written = f"{names}: written." if args.write else "No file was changed: add --write for that."
+    changes = f"{names} {'imports' if len(new_texts) == 1 else 'import'}"
     return "".join(diff) + NEXT_STEPS.format(changed=changes, written=written)
 
 
 def changed(script: Path) -> dict[Path, str]:
-    """Returns the new text of a script, and of the modules in its folder that change.
+    """Return path -> new text for a script and the modules in its folder that change.
 
     Raises:
-        PrivacyError: if the script is not there, or if a module is no Python, or if none of the
-            modules imports one of ``CLASSES`` by name.
+        PrivacyError: if the script does not exist, a module has a syntax error, or no module
+            imports one of ``CLASSES`` by name.
     """
-    require(script.is_file(), f"{script} is no file: give the path of a training script.")
+    require(script.is_file(), f"{script} does not exist. Pass the path of a training script.")
     try:
         texts = {path: path.read_text(encoding="utf-8") for path in modules_of(script)}
     except SyntaxError as error:
         raise PrivacyError(
-            f"{error.filename}, line {error.lineno}, is no Python: {error.msg}. Correct it first."
+            f"{error.filename}, line {error.lineno}, has a syntax error: {error.msg}. Correct it "
+            "first."
         ) from error
-    found = {path: new for path, text in texts.items() if (new := converted(text)) != text}
+    new_texts = {path: new for path, text in texts.items() if (new := converted(text)) != text}
     names = ", ".join(name for classes in CLASSES.values() for name in classes)
     require(
-        bool(found),
+        bool(new_texts),
         f"{script} imports none of {names} by name from transformers or TRL. If it has `import "
-        "transformers`, write DPGrapeTrainer where it has transformers.Trainer.",
+        "transformers`, replace transformers.Trainer by dp_grape_hf.DPGrapeTrainer.",
     )
-    return found
+    return new_texts
 
 
 def modules_of(script: Path) -> list[Path]:
-    """Returns a script and the modules in its folder that it imports, directly or indirectly."""
-    found = [script]
-    for path in found:  # the list grows while it is read
+    """Return a script and the modules in its folder that it imports, directly or indirectly."""
+    modules = [script]
+    for path in modules:  # the loop appends to the list
         names = []
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
             if isinstance(node, ast.ImportFrom):
                 names.append(node.module or "")
             elif isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
-        beside = [script.parent / f"{name.partition('.')[0]}.py" for name in names]
-        found += [other for other in dict.fromkeys(beside) if other.exists() and other not in found]
-    return found
+        paths = dict.fromkeys(script.parent / f"{name.partition('.')[0]}.py" for name in names)
+        modules += [other for other in paths if other.exists() and other not in modules]
+    return modules
 
 
 def converted(source: str) -> str:
-    """Returns the source of a module that imports the private versions of ``CLASSES``.
+    """Return the source of a module, with imports of ``CLASSES`` replaced by private versions.
 
     Raises:
-        SyntaxError: if the source is no Python.
+        SyntaxError: if the source is not valid Python.
 
     >>> print(converted("from transformers import AutoModel, Trainer\\n"), end="")
     from transformers import AutoModel
@@ -113,9 +114,9 @@ def converted(source: str) -> str:
 
 
 def _without(lines: list[str], node: ast.ImportFrom, taken: Sequence[ast.alias]) -> list[str]:
-    """Returns the lines of an import without some of its names.
+    """Return the lines of an import without some of its names.
 
-    The other lines stay as they are if each removed name has a separate line.
+    The other lines are not changed if each removed name has a separate line.
     """
     rest = [alias for alias in node.names if alias not in taken]
     if not rest:

@@ -1,4 +1,4 @@
-"""``dp-grape ledger``: what a run recorded, and the epsilon it spent."""
+"""``dp-grape ledger``: show the entries of a ledger, and the epsilon spent."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dp_grape_hf.tables import table
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the ledger in words."""
+    """Return a ledger as text."""
     place: Path = args.place
     ledger = Ledger.load(place / LEDGER_NAME if place.is_dir() else place)
     delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def in_words(ledger: Ledger, delta: float | None) -> str:
-    """Returns what a ledger holds, and the epsilon that was spent at a delta."""
+    """Return the mechanism and the entries of a ledger, and the epsilon spent at a delta."""
     return "\n".join(
         [
             f"run {ledger.run_id}, started {ledger.started_at}",
@@ -48,27 +48,27 @@ def in_words(ledger: Ledger, delta: float | None) -> str:
     )
 
 
-def _mechanism(own: Mechanism) -> str:
-    unit = own.privacy_unit
+def _mechanism(mechanism: Mechanism) -> str:
+    declared, batch = mechanism.num_samples, mechanism.expected_batch_size
     rows = {
-        "method": own.method,
-        "noise multiplier sigma": f"{own.noise_multiplier:.6g}",
-        "sampling": own.sampling_in_words,
-        "clipping": f"{own.clipping}, C = {own.max_grad_norm:g}",
-        "privacy unit": f"{unit}, {own.adjacency.replace('_', ' ')}",
-        "units declared": f"{own.num_samples}, of which {own.expected_batch_size:g} are expected",
-        "projection": own.projection_in_words,
-        "promised": "no epsilon"
-        if own.target_epsilon is None
-        else f"epsilon {own.target_epsilon:g} at delta {own.target_delta:g}",
-        "accountant": own.accountant,
+        "method": mechanism.method,
+        "noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
+        "sampling": mechanism.sampling_in_words,
+        "clipping": f"{mechanism.clipping}, C = {mechanism.max_grad_norm:g}",
+        "privacy unit": f"{mechanism.privacy_unit}, {mechanism.adjacency.replace('_', ' ')}",
+        "units declared": f"{declared}; a step samples {batch:g} of them on average",
+        "projection": mechanism.projection_in_words,
+        "budget": "no epsilon"
+        if mechanism.target_epsilon is None
+        else f"epsilon {mechanism.target_epsilon:g} at delta {mechanism.target_delta:g}",
+        "accountant": mechanism.accountant,
     }
-    rows |= {name.lower(): said for name, said in own.remarks.items()}
+    rows |= {name.lower(): text for name, text in mechanism.remarks.items()}
     return table(rows.items())
 
 
 def _entries(links: Sequence[Link]) -> str:
-    rows, total = [("#", "entry", "releases", "digest", "what it says")], 0
+    rows, total = [("#", "entry", "releases", "digest", "content")], 0
     for n, (entry, digest) in enumerate(links, 1):
         total = 0 if isinstance(entry, Start) else total
         total += entry.count if isinstance(entry, Release) else 0
@@ -111,6 +111,6 @@ def _spent(ledger: Ledger, delta: float | None) -> Iterator[str]:
                 epsilon = f"{rounded_up(ledger.epsilon_by(name, delta)):.4f}"
             except AccountantFailure as failure:
                 epsilon = f"not applicable: {failure}"
-            own = name == ledger.mechanism.accountant
-            yield f"  {name}  {epsilon}" + ", by the run's accountant: the claim" * own
-        yield "Each is a valid upper bound; the others differ by their numerical error bounds."
+            is_claim = name == ledger.mechanism.accountant
+            yield f"  {name}  {epsilon}" + ", by the run's accountant: the claim" * is_claim
+        yield "Each is a valid upper bound. They differ by their numerical errors."

@@ -11,28 +11,28 @@ from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
     "convert": "make a training script private by a change of its imports",
-    "suggest": "what a run would choose: batch, steps, what is trained, and rates",
-    "calibrate": "noise multiplier from a privacy budget, and back",
-    "memory": "the memory of a training step, and which batch fits a card",
-    "card": "the model card of a saved model, from its ledger",
+    "suggest": "print the hyperparameters that a run would choose",
+    "calibrate": "compute the noise multiplier for a privacy budget, and back",
+    "memory": "compute the memory of a training step, and the batch that fits a GPU",
+    "card": "write the model card of a saved model from its ledger",
     "audit": "attack a training run, and compare with the epsilon it claims",
-    "verify": "check a saved or published model against its privacy ledger",
-    "report": "a run on one page: epsilon, signal beside noise, rates, metrics",
-    "ledger": "show what a run recorded, and the epsilon it spent",
+    "verify": "compare a saved or published model with its privacy ledger",
+    "report": "draw epsilon, signal, noise, learning rates and metrics of a run",
+    "ledger": "show the entries of a ledger, and the epsilon spent",
 }
-"""By name: a line of help. ``options.add_NAME`` has the options; ``run`` of the module runs it.
+"""Name -> help text. ``options.add_NAME`` adds the options, and ``run`` of the module runs it.
 
-Only the command that runs is imported: some need torch, which takes seconds.
+Only the module of the given command is imported: some need torch, which takes seconds.
 """
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs ``dp-grape`` and returns its exit code: 0, or 2 for a request that was refused.
+    """Run ``dp-grape`` and return its exit code: 0, or 2 for a ``PrivacyError``.
 
-    A command returns what to print, and with it an exit code where a result is bad news.
+    A command returns the text to print, or this text and an exit code.
     """
     parser = argparse.ArgumentParser(
-        prog="dp-grape", description="Private training with DP-GRAPE: the tools around it."
+        prog="dp-grape", description="Tools for private training with DP-GRAPE."
     )
     parser.add_argument("--version", action="version", version=f"dp-grape {version('dp_grape_hf')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")

@@ -1,4 +1,4 @@
-"""``dp-grape memory``: the memory of a step, for a model of which there is only a config."""
+"""``dp-grape memory``: the memory of a training step, computed from a model's config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dp_grape_hf.memory import (
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the tables, or JSON."""
+    """Return the tables, or JSON."""
     _refuse_combinations(args)
     config = read_config("model_name_or_path", args.model_name_or_path, args.num_labels)
     model = ModelOfConfig(config, args.head, args.seq_len)
@@ -37,6 +37,6 @@ def run(args: argparse.Namespace) -> str:
 def _refuse_combinations(args: argparse.Namespace) -> None:
     if args.gpu_memory is not None and not args.gpu_memory > RESERVE:
         raise PrivacyError(
-            f"gpu_memory={args.gpu_memory:g} leaves no room for tensors: CUDA needs "
-            f"{RESERVE:g} GiB of it. Give the memory of the whole card, in GiB."
+            f"gpu_memory={args.gpu_memory:g} leaves no memory for tensors: CUDA needs "
+            f"{RESERVE:g} GiB. Pass the memory of the whole GPU, in GiB."
         )

@@ -1,7 +1,7 @@
-"""What each command takes, and says of itself.
+"""The options and help texts of all commands.
 
-Only the table of options is imported here, so that ``--help`` and a wrong option are answered at
-once. Names and defaults that are not in the table are compared by the tests.
+This module imports only the table of options, so that ``--help`` and errors about options appear at
+once. Tests compare the names and defaults that are not in the table with the code.
 """
 
 import argparse
@@ -15,20 +15,20 @@ from dp_grape_hf.options import OPTIONS, read
 # ---- convert ----
 
 _CONVERT = """\
-Show how a script that trains with the Trainer becomes private: it imports the classes of this
-package under the names that it uses already. Modules in its folder that it imports are changed too.
-Changed are Trainer, Seq2SeqTrainer, and SFTTrainer, DPOTrainer and RewardTrainer of TRL, with
-their arguments or configs.
+Make a script that trains with the Trainer private: replace its imports by imports of the classes of
+this package, under the same names. Modules in the script's folder that it imports are changed too.
+The command replaces Trainer, Seq2SeqTrainer, and TRL's SFTTrainer, DPOTrainer and RewardTrainer,
+with their arguments or configs.
 """
 
 _CONVERT_EXAMPLES = """\
-  $ dp-grape convert run_glue.py            # shows the change
-  $ dp-grape convert run_glue.py --write    # makes it
+  $ dp-grape convert run_glue.py            # show the changes
+  $ dp-grape convert run_glue.py --write    # write the changes
 """
 
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape convert``: a script made private."""
+    """Add ``dp-grape convert``: a script made private."""
     parser.description, parser.epilog = _CONVERT, _CONVERT_EXAMPLES
     parser.add_argument("script", type=Path, metavar="SCRIPT", help="a Python file")
     parser.add_argument("--write", action="store_true", help="change the files")
@@ -37,9 +37,10 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 # ---- suggest ----
 
 _SUGGEST = """\
-Show what a run chooses where you give no learning_rate: batch, steps, noise, what is trained, the
-rate of each group, and what the noise of the whole run does alone. Nothing is trained, and no data
-is needed but how many examples there are. Give a learning_rate to see what is wrong with it.
+Print the hyperparameters that a run chooses if you pass no learning_rate: batch size, steps, noise,
+trained parameters, and the learning rate of each group. It also prints the effect of the noise of
+the whole run alone. It trains nothing, and needs no data but the number of examples. If you pass a
+learning_rate, it warns if the rate does not suit the run.
 """
 
 _SUGGEST_EXAMPLES = """\
@@ -49,7 +50,7 @@ _SUGGEST_EXAMPLES = """\
 
 
 def add_suggest(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape suggest``: what a run would choose."""
+    """Add ``dp-grape suggest``: what a run would choose."""
     parser.description, parser.epilog = _SUGGEST, _SUGGEST_EXAMPLES
     add = parser.add_argument
     add("model", help="name of a model, or its folder")
@@ -57,7 +58,7 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
         _take(add, name, required=True)
     _take(add, "num_train_epochs", "--epochs")
     _add_head(parser)
-    _take(add, "learning_rate", help="yours, which is measured (default: chosen)")
+    _take(add, "learning_rate", help="a learning rate to check (default: chosen)")
     _take(add, "expected_batch_size", help="default: chosen")
     for name in ("method", "max_steps"):
         _take(add, name)
@@ -66,15 +67,15 @@ def add_suggest(parser: argparse.ArgumentParser) -> None:
 # ---- calibrate ----
 
 _CALIBRATE = """\
-Turn a privacy budget into the noise that meets it, or noise into the budget it spends.
+Compute the noise for a privacy budget, or the privacy budget that a noise spends.
 
-Each example takes part in a step with probability q = B / N. C (max_grad_norm) bounds what it adds
-to the sum of gradients. The noise on that sum has standard deviation sigma * C, which is
-sigma * C / B on the mean. More noise, fewer steps or a smaller q make eps smaller; C does not.
+A step includes each example with probability q = B / N. C (max_grad_norm) bounds the norm of its
+gradient in the sum of a step. The noise of this sum has standard deviation sigma * C, which is
+sigma * C / B for the mean. More noise, fewer steps or a smaller q reduce eps. C has no influence.
 """
 
 _CALIBRATE_EXAMPLES = """\
-What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
+The noise for a budget, with 1024 examples, batches of 64 and 1000 steps:
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
       --max_steps 1000 --delta 1e-5 --eps 2 6
@@ -84,7 +85,7 @@ What noise does a budget take, with 1024 examples, batches of 64 and 1000 steps?
               2            4.0520            1.9994                0.06331         pld
               6            1.6953            5.9985                0.02649         pld
 
-What does a given noise spend, over 3 epochs of the same data?
+The epsilon of a given noise, over 3 epochs of the same data:
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
       --epochs 3 --delta 1e-5 --noise_multiplier 1
@@ -93,7 +94,7 @@ What does a given noise spend, over 3 epochs of the same data?
   noise multiplier  epsilon achieved  noise std on mean / C  accountant
                1            3.2405                0.01562         pld
 
-And with correlated noise?
+Correlated noise:
 
   $ dp-grape calibrate --num_samples 1024 --expected_batch_size 64 \\
       --max_steps 200 --delta 1e-5 --eps 2 6 --noise banded
@@ -107,52 +108,51 @@ And with correlated noise?
   one group, each member with probability b q. Epsilon is that of ceil(steps / b) Poisson-subsampled
   Gaussian releases ("releases") at the sampling rate b q ("at rate").
 
-"Left" is what weights have of the noise at the end, over what independent noise of that eps leaves.
-Each band but the first takes memory of the size of a release.
+"Left" is the noise in the final weights, relative to independent noise of the same eps. Each band
+but the first takes memory of the size of a release.
 
-The guarantee covers everything computed from the noisy steps, however it is used, against someone
-who sees every step and knows every other example. Two datasets count as neighbours if one has one
-example more, or with --adjacency replace_one if one example of the one is another in the other; so
-it is a change of twice the size, and takes up to twice the noise. It holds for Poisson sampling
-only (each example is included independently with the same probability q; batches vary in size; with
---noise banded, cyclic Poisson sampling), for noise nobody
-can reproduce, and for one training run: tuning on the same data costs extra, and so does everything
-else learnt from it. Every epsilon is an upper bound and every noise multiplier is rounded up.
+The guarantee covers everything that is computed from the noisy steps, against an attacker who sees
+every step and knows all other examples. Two datasets are neighbours if one has one example more.
+With --adjacency replace_one, they are neighbours if they differ in one example: this changes the
+sum by up to twice as much, and needs up to twice the noise. The guarantee requires Poisson sampling
+(each example is included independently with probability q, so batches vary in size; cyclic Poisson
+sampling with --noise banded) and secret random noise. It covers one training run. Tuning on the
+same data and other runs on them have additional costs. Every epsilon is an upper bound, and every
+noise multiplier is rounded up.
 """
 
 
 def add_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
+    """Add ``dp-grape calibrate``: noise from a budget, and the budget from noise."""
     parser.description, parser.epilog = _CALIBRATE, _CALIBRATE_EXAMPLES
     add = parser.add_argument
     _take(add, "num_samples")
     sampling = parser.add_mutually_exclusive_group().add_argument
-    chosen = "the mean size of the sampled batch, q N (default: as a run would choose it)"
+    chosen = "the mean size of the sampled batch, q N (default: the choice of a run)"
     _take(sampling, "expected_batch_size", help=chosen)
-    sampling("--sample_rate", type=float, metavar="q", help="outright, in place of B / N")
+    sampling("--sample_rate", type=float, metavar="q", help="the sampling rate, instead of B / N")
     length = parser.add_mutually_exclusive_group(required=True).add_argument
     _take(length, "max_steps")
     _take(length, "num_train_epochs", "--epochs", help="T is E / q, rounded up")
     _take(add, "target_delta", required=True)
     budget = parser.add_mutually_exclusive_group().add_argument
-    several = "budgets to find the noise for (default: a table from 0.5 to 8)"
+    several = "budgets for which to compute the noise (default: a table from 0.5 to 8)"
     _take(budget, "target_epsilon", nargs="+", help=several)
-    _take(budget, "noise_multiplier", nargs="+", help="noise to find the budget for")
+    _take(budget, "noise_multiplier", nargs="+", help="noise for which to compute epsilon")
     for name in ("accountant", "adjacency"):
         _take(add, name, default=OPTIONS[name].default)
     _take(
         add,
         "noise",
         default="independent",
-        help="independent, or banded: correlated over as many steps as leave the least noise in "
-        "the weights at the end, for a learning rate that falls to 0 in a straight line (default: "
-        "independent)",
+        help="independent, or banded: correlated over the number of steps that leaves the least "
+        "noise in the weights, for a linear schedule of the learning rate (default: independent)",
     )
     add(
         "--momentum",
         type=float,
         metavar="m",
-        help="of the update rule, for --noise banded; 0 for SGD (default: 0.9)",
+        help="momentum of the update rule, for --noise banded; 0 for SGD (default: 0.9)",
     )
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -160,22 +160,22 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 # ---- memory ----
 
 _MEMORY = """\
-Simulate a training step and print its peak memory, by what the memory is for.
+Simulate a training step and print its peak memory, by use.
 
-The step is run, forward to update, by the code that trains, on tensors without contents: no GPU
-and no weights are needed, only the model's config.
+The command runs a step of the training code on tensors without contents. It needs no GPU and no
+weights, only the model's config.
 
   AdamW           training without privacy, torch's fused kernel
   DP-GRAPE        projected per-sample gradients
-  DP-Adam         unprojected, of each weight the form of its gradients that takes least
-  DP-Adam dense   unprojected, a gradient of every weight for every sample
+  DP-Adam         full gradients, in the form that takes least memory for each weight
+  DP-Adam dense   full gradients, one of every weight for every sample
 
-What the GPU takes beyond tensors is not in the figures: the CUDA context, workspaces, fragmentation
-and temporary memory inside kernels. --gpu_memory leaves 1 GiB of the card to it.
+The numbers are the memory of tensors. They do not include the CUDA context, workspaces,
+fragmentation and temporary memory inside kernels. --gpu_memory reserves 1 GiB for these.
 """
 
 _MEMORY_EXAMPLES = """\
-What does RoBERTa-large take, and what fits a card of 24 GiB?
+The memory of RoBERTa-large, and the largest batch for a GPU of 24 GiB:
 
   $ dp-grape memory --model_name_or_path ./roberta-large --batch_size 40 --seq_len 128 \\
       --gpu_memory 24
@@ -183,7 +183,7 @@ What does RoBERTa-large take, and what fits a card of 24 GiB?
 
 
 def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape memory``: the memory of a step, before there is a GPU."""
+    """Add ``dp-grape memory``: the memory of a step, before there is a GPU."""
     parser.description, parser.epilog = _MEMORY, _MEMORY_EXAMPLES
     add = parser.add_argument
     add("--model_name_or_path", required=True, metavar="path", help="folder or file of a config")
@@ -194,15 +194,15 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         metavar="method",
-        help="of the package, or adamw, dp_adam_dense (default: adamw, dp_grape, dp_adam, "
+        help="methods of the package, adamw or dp_adam_dense (default: adamw, dp_grape, dp_adam, "
         "dp_adam_dense)",
     )
     add(
         "--projection",
         choices=("principal", "gaussian"),
         default="gaussian",
-        help="of dp_grape; principal, as runs have it, is measured in the step that is simulated, "
-        "and takes no more than gaussian after that (default: gaussian)",
+        help="projection of dp_grape. principal, the default of a run, is computed in the "
+        "simulated step, and takes as much memory as gaussian in later steps (default: gaussian)",
     )
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
@@ -212,9 +212,9 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1,
         metavar="b",
-        help="of noise='banded' (dp-grape calibrate); what is kept counts as optimizer state",
+        help="bands of noise='banded' (dp-grape calibrate); their memory counts as optimizer state",
     )
-    add("--processes", type=_positive, default=1, help="that share the weights, by FSDP2")
+    add("--processes", type=_positive, default=1, help="processes that shard the weights (FSDP2)")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
 
@@ -222,12 +222,12 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
 # ---- card ----
 
 _CARD = """\
-Print the model card of a saved model, or write it beside the weights.
+Print the model card of a saved model, or write it next to the weights.
 
-Every number comes from the folder's privacy_ledger.json. What the ledger cannot know (license,
-language, metrics) is what you declare here, and metrics appear only with a word on whether the
-data they were computed on is public. If the folder has a card, --write replaces its statement and
-the claim in its metadata, and keeps the rest.
+The privacy statement is written from the folder's privacy_ledger.json. You can declare information
+that is not in the ledger: license, language, metrics. With metrics, say whether the evaluation data
+are public. If the folder has a card, --write replaces its statement and the claim in its metadata,
+and keeps the rest.
 """
 
 _CARD_EXAMPLES = """\
@@ -237,13 +237,13 @@ _CARD_EXAMPLES = """\
 
 
 def add_card(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape card``: the model card from the ledger."""
+    """Add ``dp-grape card``: the model card from the ledger."""
     parser.description, parser.epilog = _CARD, _CARD_EXAMPLES
     add = parser.add_argument
-    add("folder", type=Path, help="where weights and privacy_ledger.json lie")
-    add("--repo_id", metavar="user/model", help="where it is published")
+    add("folder", type=Path, help="folder of the weights and privacy_ledger.json")
+    add("--repo_id", metavar="user/model", help="repository in which the model is published")
     add("--model_name", help="the title (default: Model card)")
-    add("--base_model", metavar="user/model", help="what training started from")
+    add("--base_model", metavar="user/model", help="model from which training started")
     add("--license", help="the Hub's name of a licence, such as apache-2.0")
     add("--language", nargs="+", metavar="code")
     add("--pipeline_tag", help="the Hub's name of the task")
@@ -253,7 +253,7 @@ def add_card(parser: argparse.ArgumentParser) -> None:
     add(
         "--metrics_data",
         choices=("public", "private"),
-        help="what the metrics were computed on; needed with --metric",
+        help="whether the evaluation data are public; required with --metric",
     )
     add("--write", action="store_true", help="write FOLDER/README.md instead")
 
@@ -261,25 +261,23 @@ def add_card(parser: argparse.ArgumentParser) -> None:
 # ---- audit ----
 
 _AUDIT = """\
-Attack one private training run on this machine, and compare with the epsilon that it claims.
+Attack one private training run on this machine, and compare the result with its claimed epsilon.
 
-Canaries, examples whose gradient meets that of no other, are put into the training set by fair
-coins. From all the weights of the run it is then guessed of k of them, those that the weights say
-most about, whether they were in. A run that is (epsilon, delta)-private lets nobody be right too
-often (Steinke, Nasr and Jagielski 2023), so the number of correct guesses bounds epsilon from
-below.
+Canaries are examples with orthogonal gradients. Each is included in the training set with
+probability 1/2. The attack uses all weights of the run to guess, for the k canaries with the most
+evidence, whether they were included. In an (epsilon, delta)-private run, the number of correct
+guesses is limited (Steinke, Nasr and Jagielski 2023). So it gives a lower bound on epsilon.
 
-The bound has to stay below the claim. It does so for every sound run but a share of 1 - confidence
-at most; k is fixed in advance, so nothing was searched that the confidence would not cover. A bound
-below the claim does not prove it: one run cannot show all of epsilon, about half at the defaults.
+If the claim is true, the lower bound exceeds it with a probability of at most 1 - confidence. k is
+fixed in advance, so the confidence needs no correction. A bound below the claim does not prove the
+claim: an attack on one run shows only a part of epsilon, about half with the defaults.
 
-The exit code is 0 if the bound is at most the claim, and 1 if it exceeds it.
+The exit code is 1 if the lower bound exceeds the claim, and 0 otherwise.
 """
 
 _AUDIT_EXAMPLES = """\
-Audit DP-GRAPE as this package trains it here (about a minute on one CPU core), with principal
-directions and more of C for the projected layer, and DP-SGD with half of the canaries drawn in each
-step:
+Audit DP-GRAPE (about a minute on one CPU core); DP-GRAPE with principal directions and a larger
+share of C for the projected layer; and DP-SGD with a sampling rate of 1/2:
 
   $ dp-grape audit
   $ dp-grape audit --projection principal --gradient_factors '{"body": 4}'
@@ -288,19 +286,19 @@ step:
 
 
 def add_audit(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape audit``: an attack on a run. What is not given, ``AuditSettings`` decides."""
+    """Add ``dp-grape audit``: an attack on a run. ``AuditSettings`` has the defaults."""
     parser.description, parser.epilog = _AUDIT, _AUDIT_EXAMPLES
     parser.argument_default = argparse.SUPPRESS
     parser.add_argument(
         "audited",
         nargs="?",
         metavar="RUN",
-        help="a saved run, which cannot be audited: the command then says why, and what can be",
+        help="not supported: the command explains why a saved run cannot be audited",
     )
     parser.add_argument("--method", choices=("dp_grape", "dp_sgd"))
     _take(parser.add_argument, "clipping", help="flat or automatic (default: flat)")
     budget = parser.add_mutually_exclusive_group().add_argument
-    _take(budget, "target_epsilon", help="what the run claims (default: 2)")
+    _take(budget, "target_epsilon", help="claim of the run (default: 2)")
     _take(budget, "noise_multiplier", help="instead of eps")
 
     def add(name: str, kind: type, metavar: str, text: str, default: str, **more: Any) -> None:
@@ -309,14 +307,14 @@ def add_audit(parser: argparse.ArgumentParser) -> None:
 
     delta = "delta of the claim, below 1 / m"
     add("--target_delta --delta", float, "delta", delta, "1e-05", dest="delta")
-    add("--max_steps", int, "T", "noisy steps of the run", "4", dest="steps")
-    add("--sample_rate", float, "q", "share drawn in a step; 1 shows most", "1")
-    add("--canaries", int, "m", "examples that may be in", "20000")
-    add("--guesses", int, "k", "how many are guessed", "m / 40")
-    add("--confidence", float, "c", "of the lower bound", "0.95")
-    add("--projection", str, "name", "of dp_grape, as gaussian", "principal")
-    add("--projection_rank", int, "r", "of dp_grape, 1 to 3", "2")
-    add("--gradient_factors", str, "JSON", "of body, tables.0 ...", "none")
+    add("--max_steps", int, "T", "steps of the run", "4", dest="steps")
+    add("--sample_rate", float, "q", "sampling rate; 1 reveals most", "1")
+    add("--canaries", int, "m", "number of canaries", "20000")
+    add("--guesses", int, "k", "number of guesses", "m / 40")
+    add("--confidence", float, "c", "confidence of the lower bound", "0.95")
+    add("--projection", str, "name", "projection of dp_grape, such as gaussian", "principal")
+    add("--projection_rank", int, "r", "rank of dp_grape, 1 to 3", "2")
+    add("--gradient_factors", str, "JSON", "factors of body, tables.0 ...", "none")
     add("--noise", str, "name", "independent or banded", "independent")
     parser.add_argument(
         "--json", action="store_true", default=False, help="print JSON instead of a table"
@@ -333,18 +331,18 @@ with the model. No model is loaded, and no code of it is run.
 The claimed epsilon is the bound by the run's accountant, which the ledger names. The bounds by
 other accountants are second opinions. All are valid upper bounds on the same epsilon.
 
-  ok        both say the same
-  MISMATCH  they do not, and the exit code is 1
-  absent    there is nothing to compare, or a check does not apply, and why
+  ok        both values agree
+  MISMATCH  they do not agree; the exit code is 1
+  absent    there is nothing to compare, or the check does not apply; the row says why
 
-A part that was changed on its own is found: weights, configs and tokenizer, other weights in the
-folder, and entries of a config that name other weights or code. On a card, the text between the two
-marks below its title is compared byte for byte, and the tags must not claim more; all other words
-are its author's, are not read and may contradict it. A ledger of version 0.1 has digests of the
-weights alone. Folders with a ledger of their own are verified by their paths. Whoever makes
-ledger, card and weights anew, digests included, has something that agrees with itself: only a
-digest noted before (--head, which dp-grape ledger shows) tells. Whether a run was made as it was
-recorded is its owner's word.
+The command notices a change of one part alone: weights, configs and tokenizer, other weights in the
+folder, and config entries that name other weights or code. It compares the statement of the card,
+between the two marks below the title, byte for byte. The tags must not claim more. It does not read
+the rest of the card, which may contradict the statement. A ledger of version 0.1 has digests of the
+weights only. Folders with a separate ledger are verified by their paths. If ledger, card and
+weights were all made anew, with new digests, they agree with each other. Only a digest that you
+noted before (--head, which dp-grape ledger shows) reveals this. The command cannot check that the
+run was made as it was recorded.
 """
 
 _VERIFY_EXAMPLES = """\
@@ -354,11 +352,11 @@ _VERIFY_EXAMPLES = """\
 """
 
 _LEDGER = """\
-Show what a run recorded: its mechanism, its entries, the releases that are accounted, and the bound
+Show the mechanism of a run, the entries of its ledger, the releases that are counted, and the bound
 on epsilon by each accountant. The bound by the run's accountant is the claim.
 
-Each entry's digest stands for all that comes before it. Note the last one where it is out of the
-reach of whoever keeps the ledger, and dp-grape verify --head tells later whether this was edited.
+Each digest depends on all entries before it. Note the last digest in a place that the owner of the
+ledger cannot change. Later, dp-grape verify --head shows whether these entries were edited.
 """
 
 _LEDGER_EXAMPLES = """\
@@ -366,8 +364,8 @@ _LEDGER_EXAMPLES = """\
 """
 
 _REPORT = """\
-Draw a run: epsilon by releases, signal of the releases beside their noise, the learning rate, and
-metrics of evaluations; report.png and report.md are written into the folder of the run.
+Draw epsilon, signal and noise, the learning rate, and the evaluation metrics of a run. The command
+writes report.png and report.md into the folder of the run.
 """
 
 _REPORT_EXAMPLES = """\
@@ -376,33 +374,33 @@ _REPORT_EXAMPLES = """\
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape verify``: a model's ledger, card and weights compared."""
+    """Add ``dp-grape verify``: a model's ledger, card and weights compared."""
     parser.description, parser.epilog = _VERIFY, _VERIFY_EXAMPLES
     parser.add_argument("place", metavar="PATH_OR_REPO", help="a folder, a ledger's file or a repo")
-    parser.add_argument("--revision", metavar="name", help="of the repository on the Hub")
-    parser.add_argument("--head", metavar="digest", help="one that the ledger once ended with")
+    parser.add_argument("--revision", metavar="name", help="revision of the repository")
+    parser.add_argument("--head", metavar="digest", help="an earlier last digest of the ledger")
     _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
 def add_ledger(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape ledger``: a ledger for people."""
+    """Add ``dp-grape ledger``: a ledger as text."""
     parser.description, parser.epilog = _LEDGER, _LEDGER_EXAMPLES
     parser.add_argument("place", type=Path, metavar="PATH", help="a ledger's file, or its folder")
     _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Adds ``dp-grape report``: a run on one page."""
+    """Add ``dp-grape report``: a run on one page."""
     parser.description, parser.epilog = _REPORT, _REPORT_EXAMPLES
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="output_dir of the run")
     _take(parser.add_argument, "target_delta", help="default: the ledger's")
 
 
-# ---- What several commands take ----
+# ---- Options of several commands ----
 
 
 def _take(add: Callable[..., Any], name: str, *names: str, **settings: Any) -> None:
-    """Adds an option of the table: its type, names, symbol and meaning, unless settings differ."""
+    """Add an option of the table. ``settings`` override its type, names, symbol and meaning."""
     option = OPTIONS[name]
     symbol, colon, text = option.brief.partition(": ")
     if not (colon and symbol.isidentifier()):
@@ -415,10 +413,10 @@ def _take(add: Callable[..., Any], name: str, *names: str, **settings: Any) -> N
 
 
 def refuse_values(args: argparse.Namespace) -> None:
-    """Refuses a value that is out of the range of its option in the table.
+    """Refuse a value that is out of range in the table of options.
 
     Raises:
-        PrivacyError: with the name and the value.
+        PrivacyError: a value is out of range.
     """
     for name, given in vars(args).items():
         if name in OPTIONS and given is not None:
@@ -430,10 +428,13 @@ def _add_head(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--head",
         metavar="head",
-        help="an AutoModelFor... in small letters, as causal-lm (default: config's)",
+        help="an AutoModelFor... in small letters, such as causal-lm (default: the config's)",
     )
     parser.add_argument(
-        "--num_labels", type=_positive, metavar="n", help="of a classifier (default: config's)"
+        "--num_labels",
+        type=_positive,
+        metavar="n",
+        help="labels of a classifier (default: the config's)",
     )
 
 
@@ -444,16 +445,16 @@ def _positive(text: str) -> int:
     return value
 
 
-# ---- Refused before anything is imported that takes seconds ----
+# ---- Checks before slow imports ----
 
 LEDGER = "privacy_ledger.json"  # ``ledger.LEDGER_NAME``
 
 
 def refuse_missing(args: argparse.Namespace) -> None:
-    """Refuses a folder without a ledger, and a model without a configuration.
+    """Refuse a folder without a ledger, and a model without a config.
 
     Raises:
-        PrivacyError: with the path or name.
+        PrivacyError: the ledger or the config does not exist.
     """
     place = getattr(args, "folder", None) or getattr(args, "place", None)
     if place is not None and (args.command != "verify" or Path(place).exists()):
@@ -461,8 +462,8 @@ def refuse_missing(args: argparse.Namespace) -> None:
         path = path / LEDGER if path.is_dir() or args.command in ("card", "report") else path
         require(
             path.is_file(),
-            f"{path} is not there: without a ledger nothing is known of a run. Give the folder "
-            "that a run saved to.",
+            f"{path} does not exist: this command reads the ledger of a run. Pass the folder that "
+            "a run saved to.",
         )
     for option in ("model", "model_name_or_path"):
         name = getattr(args, option, None)
@@ -475,16 +476,16 @@ def _refuse_no_config(option: str, name: str) -> None:
     if path.exists():
         require(
             path.is_file() or (path / "config.json").is_file(),
-            f"{option}={name!r} has no config.json: give the folder that a model was saved to.",
+            f"{option}={name!r} has no config.json. Pass the folder that a model was saved to.",
         )
         return
-    from huggingface_hub import hf_hub_download  # a third of a second; Transformers takes seconds
+    from huggingface_hub import hf_hub_download  # takes a third of a second
 
     try:
         hf_hub_download(name, "config.json")
     except (OSError, ValueError) as error:
         raise PrivacyError(
-            f"{option}={name!r} has no config: it is no folder here, and the Hub cannot be asked "
-            f"for one ({type(error).__name__}). Give the folder that a model was saved to, or its "
-            "name there."
+            f"{option}={name!r} is not a local folder, and its config cannot be downloaded from "
+            f"the Hub ({type(error).__name__}). Pass the folder that a model was saved to, or its "
+            "name on the Hub."
         ) from error

@@ -1,4 +1,4 @@
-"""``dp-grape report``: a run on one page, with a picture."""
+"""``dp-grape report``: write one page with plots of a run."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Release, Resume, Start, Weig
 from dp_grape_hf.trainer import logged
 
 PAGE, PICTURE = "report.md", "report.png"
-_POINTS = 40  # of the curve
+_POINTS = 40  # points of the epsilon curve
 _GROUPS = {"": "all", "_head": "head", "_body": "body"}
 
 
 def run(args: argparse.Namespace) -> str:
-    """Writes page and picture into the folder; returns where they are."""
+    """Write the page and its picture into the folder; return a message with their paths."""
     folder: Path = args.folder
     ledger = Ledger.load(folder / LEDGER_NAME)
-    require(ledger.private, f"{folder}: epsilon is infinite, there is nothing to draw.")
+    require(ledger.private, f"{folder}: epsilon is infinite, so there is no curve to draw.")
     delta = ledger.mechanism.target_delta if args.target_delta is None else args.target_delta
     require(delta is not None, f"{folder}: the ledger has no delta. Pass --delta.")
-    require(ledger.composed != [], f"{folder}: nothing was released yet.")
+    require(ledger.composed != [], f"{folder}: the run has no private update yet. Train first.")
     lines = logged(folder)
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PrivacyError(
-            "dp-grape report needs matplotlib, which is not installed; run `pip install "
+            "dp-grape report needs matplotlib, which is not installed. Run `pip install "
             "matplotlib`."
         ) from error
     panels: list[Any] = [_draw_epsilon]
@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> str:
         axes.spines[["top", "right"]].set_visible(False)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    words = in_words(ledger, delta)
+    text = in_words(ledger, delta)
     notes = "\n\n".join(_notes(ledger, lines))
-    page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n{notes}\n\n```text\n{words}```\n"
+    page = f"# {folder.resolve().name}\n\n![The run]({PICTURE})\n\n{notes}\n\n```text\n{text}```\n"
     try:
         figure.savefig(folder / PICTURE, dpi=120)
         (folder / PAGE).write_text(page, encoding="utf-8")
@@ -70,20 +70,20 @@ _Lines = Sequence[Mapping[str, float]]
 
 
 def _notes(ledger: Ledger, lines: _Lines) -> Iterator[str]:
-    """Yields what a reader has to know about the panels, a paragraph each."""
+    """Yield paragraphs that explain the plots."""
     if (bands := _bands(ledger)) > 1:
         yield (
             f"Epsilon rises in steps. The noise is correlated over {bands} releases, and each "
-            f"example can take part in one of {bands} releases in a row only. The first of them "
-            f"costs as much as all {bands}, and a run that stops between two steps has paid for "
-            "the whole of the last one."
+            f"example can be sampled in only one of {bands} successive releases. The first of them "
+            f"costs as much as all {bands}. A run that stops in between has spent the cost of all "
+            f"{bands}."
         )
     if any("noise" in line for line in lines):
         yield (
-            "Signal is the norm of what all releases so far agree on, and noise is the norm of the "
-            "noise that is left in their mean. Where the line of the signal is missing, noise hid "
-            "the signal. Both have the unit of a clipped gradient: 1 is a gradient that was "
-            "clipped to C = 1."
+            "Signal is the norm of the gradient in the mean of all releases so far, and noise is "
+            "the norm of the noise in this mean. The line of the signal has a gap where the signal "
+            "is below the noise. Both have the unit of a clipped gradient: 1 is the norm of a "
+            "gradient that was clipped to C = 1."
         )
 
 
@@ -93,16 +93,16 @@ def _draw_epsilon(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> Non
     axes.plot(steps, epsilons, color="C0", zorder=3, drawstyle=style)
     target = ledger.mechanism.target_epsilon
     if target is not None:
-        axes.axhline(target, color="C3", linestyle="--", label=f"promised, {target:g}")
+        axes.axhline(target, color="C3", linestyle="--", label=f"budget, {target:g}")
     for label, color, style, at in _events(ledger):
         for n, step in enumerate(at):
-            once = label if n == 0 else "_again"  # a legend leaves out what begins so
+            once = label if n == 0 else "_again"  # legends leave out labels with an underscore
             axes.axvline(step, color=color, linestyle=style, linewidth=0.8, label=once)
-    spent, own = rounded_up(epsilons[-1], 3), ledger.mechanism
+    spent = rounded_up(epsilons[-1], 3)
     axes.set(
         xlabel="releases",
         ylabel="epsilon, upper bound",
-        title=f"{spent:.3f} spent at delta {delta:g}, by {own.accountant}",
+        title=f"{spent:.3f} spent at delta {delta:g}, by {ledger.mechanism.accountant}",
         xlim=(0, steps[-1]),
         ylim=(0, None),
     )
@@ -125,7 +125,7 @@ def _draw_signal(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None
 
 def _draw_rate(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
     _line(axes, lines, "learning_rate", None)
-    axes.set(xlabel="step", ylabel="rate", title="Learning rate of most", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="learning rate", title="Learning rate", ylim=(0, None))
 
 
 def _draw_metrics(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
@@ -150,12 +150,12 @@ def _line(axes: Any, lines: _Lines, name: str, label: str | None, **style: Any) 
 
 
 def _bands(ledger: Ledger) -> int:
-    """Returns over how many releases noise is correlated; the most of all runs that add up."""
+    """Return the largest number of bands of the runs that add up."""
     return max(block.bands for block in ledger.composed)
 
 
 def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
-    """Returns numbers of releases, over all runs that add up, and epsilon after each."""
+    """Return numbers of releases, over all runs that add up, and epsilon after each number."""
     blocks, accountant = ledger.composed, ledger.mechanism.accountant
     ends = list(accumulate(block.steps for block in blocks))
     steps = sorted({round(ends[-1] * n / _POINTS) for n in range(_POINTS + 1)})
@@ -169,7 +169,7 @@ def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
 
 
 def _events(ledger: Ledger) -> Iterator[tuple[str, str, str, list[int]]]:
-    """Returns what else happened: a label, a colour, a style, and after which releases."""
+    """Yield a label, a colour, a line style and numbers of releases for saves and resumptions."""
     ids = {run.start.run_id for run in ledger.composed_runs}
     at: dict[type[object], list[int]] = {Weights: [], Resume: [], Start: []}
     total, counts = 0, False

@@ -1,4 +1,4 @@
-"""``dp-grape suggest``: what a run would choose, before there is one."""
+"""``dp-grape suggest``: print the hyperparameters that a run would choose."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _SIZES = ("expected_batch_size", "max_steps")
 
 
 def run(args: argparse.Namespace) -> str:
-    """Returns the tables of the run."""
-    logging.set_verbosity_error()  # that a head is new goes without saying
+    """Return tables of the choices of a run."""
+    logging.set_verbosity_error()  # no warning that the head is new
     model, tokenizer = _model(args)
     options = {name: getattr(args, name) for name in (*_GIVEN, *_SIZES)}
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns the model with a head, and its tokenizer if it has one."""
+    """Return the model with a head, and its tokenizer if it has one."""
     name = args.model
     config = read_config("model", name, args.num_labels)
     cls = class_of(config) if args.head is None else auto_class(args.head)
@@ -50,5 +50,5 @@ def _model(args: argparse.Namespace) -> tuple[Any, Any]:
         raise PrivacyError(f"model={name!r} cannot be loaded: {error}") from error
     try:
         return model, AutoTokenizer.from_pretrained(name)
-    except Exception:  # of any tokenizer's code: there is none that fits
+    except Exception:  # from the code of any tokenizer: the model has none that loads
         return model, None

@@ -1,4 +1,4 @@
-"""``dp-grape verify``: a saved or published model compared with its ledger."""
+"""``dp-grape verify``: compare a saved or published model with its ledger."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ _SECOND_OPINIONS = """\
 The claim is the bound by the run's accountant, which the ledger names. Second opinions are bounds
 by other accountants on the same releases. All are valid upper bounds on the same epsilon, so a
 larger second opinion does not mean that the run spent more: that accountant adds more for its
-numerical error, or its analysis is looser. It has to agree with the claim within about 2 %.
+numerical error, or its analysis is looser. It must agree with the claim to about 2 %.
 """
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
-    """Returns what was compared, and 1 if something disagrees."""
+    """Return a table of the comparisons, and 1 if there is a mismatch."""
     place = Path(args.place)
     if not place.exists():
         place = _downloaded(args.place, args.revision)
     else:
-        require(args.revision is None, f"revision={args.revision!r} is for a repository on the Hub")
+        require(
+            args.revision is None,
+            f"revision={args.revision!r}: {place} is a local path, which has no revisions. Leave "
+            "it out.",
+        )
     checks = verify(place, delta=args.target_delta, head=args.head)
     wrong, absent = (
         sum(check.status == status for check in checks) for status in (MISMATCH, ABSENT)
@@ -44,20 +48,21 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
 
 
 def _downloaded(repo_id: str, revision: str | None) -> Path:
-    """Returns a folder with what is to be verified of a repository on the Hub."""
+    """Download the files to verify from a repository on the Hub, and return their folder."""
     try:
         folder = snapshot_download(repo_id, revision=revision, allow_patterns=[f"*/{LEDGER_NAME}"])
-        # Folders with a ledger of their own, such as copies of checkpoints, are verified by it.
+        # Folders with a separate ledger, such as copies of checkpoints, are verified separately.
         others = [path.parent for path in Path(folder).rglob(f"*/{LEDGER_NAME}")]
         folder = snapshot_download(
             repo_id,
-            revision=Path(folder).name,  # the commit, should there be another by now
+            revision=Path(folder).name,  # the same commit, even if there is a newer one
             ignore_patterns=[
                 f"{escape(other.relative_to(folder).as_posix())}/*" for other in others
             ],
         )
     except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
         raise PrivacyError(
-            f"{repo_id!r} is no path here, and as a repository it cannot be read: {error}"
+            f"{repo_id!r} is not a local path, and cannot be read as a repository on the Hub: "
+            f"{error}. Pass a folder, a ledger's file, or the name of a repository."
         ) from error
     return Path(folder)

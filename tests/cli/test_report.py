@@ -41,7 +41,7 @@ def test_a_run_is_drawn(
     page = (tmp_path / "report.md").read_text()
     assert "![The run](report.png)" in page
     assert f"epsilon after {trainer.ledger.steps} releases" in page
-    assert "what all releases so far agree on" in page
+    assert "in the mean of all releases so far" in page
     capsys.readouterr()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["report", str(tmp_path)]) == 2

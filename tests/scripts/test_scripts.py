@@ -122,7 +122,7 @@ def test_what_a_run_says_is_told_apart(folder: Path) -> None:
 def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(folder / "run_own.py")]) == 0
     shown = capsys.readouterr().out
-    assert "Nothing is written" in shown
+    assert "No file was changed" in shown
     lines = shown.partition("\n\n")[0].splitlines()
     assert [line for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")] == [
         "-    TrainingArguments,",
@@ -170,10 +170,10 @@ def test_a_script_without_a_trainer_by_name_is_said_to_be_one(
     assert main(["convert", str(tmp_path / "run.py")]) == 2
     said = capsys.readouterr().err
     assert "imports none of Trainer" in said
-    assert "write DPGrapeTrainer" in said
+    assert "by dp_grape_hf.DPGrapeTrainer" in said
 
 
-@pytest.mark.parametrize(("text", "reason"), [(None, "is no file"), ("x = (", "line 1, is no")])
+@pytest.mark.parametrize(("text", "reason"), [(None, "does not exist"), ("x = (", "line 1, is no")])
 def test_a_script_that_cannot_be_read_is_an_error(
     text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
