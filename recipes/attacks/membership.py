@@ -2,22 +2,23 @@
 
     python -m recipes.attacks.membership --dataset_path sst2
 
-Expected, on one CPU core in three minutes: of SST-2, LiRA tells members of models trained without
-privacy from others with an AUC of 0.69, of DP-GRAPE at epsilon 8, which is as accurate, 0.59, and
-at epsilon 2, 0.54. The folder holds
-``train.jsonl``, one object a line, with a ``label`` and a ``sentence`` or ``text``; without
-``--dataset_path`` sentences are made up. Results: ``membership.json``, ``.md`` and ``.png``.
+Expected on SST-2, on one CPU core in three minutes: the AUC of LiRA is 0.69 for models trained
+without privacy, 0.59 for DP-GRAPE at epsilon 8, which is as accurate, and 0.54 at epsilon 2. The
+folder contains ``train.jsonl``, with one object per line that has a ``label`` and a ``sentence`` or
+``text``. Without ``--dataset_path``, sentences are made up. The recipe writes ``membership.json``,
+``.md`` and ``.png``.
 
-Several models are trained in each way, each on a random half of a pool of texts (a fair coin for
-every text and model). Each of them is attacked in turn, with the others as shadow models:
+Several models are trained in each way. Each model is trained on a random half of a pool of texts:
+each text is included with probability 1/2, independently for each model. Each model is attacked in
+turn, with the others as shadow models:
 
-* loss threshold (Yeom et al. 2018): the smaller the loss, the likelier a member;
-* LiRA, offline (Carlini et al. 2022): how far the confidence of the model exceeds that of models
-  which were not trained on the text, in standard deviations of a Gaussian. With so few shadow
-  models one standard deviation is fitted for all texts, as its authors advise.
+* loss threshold (Yeom et al. 2018): a text with a smaller loss is more likely a member;
+* LiRA, offline (Carlini et al. 2022): the confidence of the model is compared with the confidences
+  of models that were not trained on the text, in standard deviations of a Gaussian. With few shadow
+  models, one standard deviation is fitted for all texts, as the authors advise.
 
-An (epsilon, delta)-private run holds every attack to TPR <= e^epsilon FPR + delta. The ROC curve is
-over all pairs of a text and a model.
+For an (epsilon, delta)-private run, TPR <= e^epsilon FPR + delta holds for every attack. The ROC
+curve is over all pairs of a text and a model.
 
 Shapes: M models, n texts in the pool, T words.
 """
@@ -55,7 +56,7 @@ PAD = 0
 DELTA = 1e-5
 RATES = (0.01, 0.001)  # false positives
 ATTACKS = {"loss": "loss threshold", "lira": "LiRA, offline"}
-LEAST_SPREAD = 1e-3  # of the confidences of shadow models
+LEAST_SPREAD = 1e-3  # smallest standard deviation of the confidences of shadow models
 
 Scores = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -65,7 +66,7 @@ Example = dict[str, Tensor]
 
 @dataclass
 class Settings:
-    """What is trained and attacked."""
+    """The settings of training and attacks."""
 
     dataset_path: str | None = field(
         default=None, metadata={"help": "Folder with train.jsonl. Default: made-up texts."}
@@ -93,21 +94,21 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Returns what each attack reaches against each way of training.
+    """Return the results of each attack against each way of training.
 
     Raises:
-        ValueError: there are fewer texts than the pool is to have, or too few models.
+        ValueError: there are fewer texts than ``pool``, or too few models.
     """
     if settings.models < 3:
-        raise ValueError(f"models={settings.models}: an attack needs two shadow models at least.")
+        raise ValueError(f"models={settings.models}: an attack needs at least two shadow models.")
     examples, source = load(settings)
-    coins = np.random.default_rng(settings.seed)
+    generator = np.random.default_rng(settings.seed)
     ways: dict[str, Any] = {}
     for epsilon in (math.inf, *settings.epsilons):
-        member = coins.random((settings.models, len(examples))) < 0.5  # (M, n)
+        member = generator.random((settings.models, len(examples))) < 0.5  # (M, n)
         start, spent, confidences = time.process_time(), 0.0, []
-        for number, own in enumerate(member):
-            chosen = [example for example, inside in zip(examples, own, strict=True) if inside]
+        for number, half in enumerate(member):
+            chosen = [example for example, inside in zip(examples, half, strict=True) if inside]
             model, spent = train(settings, chosen, epsilon, settings.seed + number)
             confidences.append(confidence_of(model, examples))
         found = np.stack(confidences)
@@ -124,7 +125,7 @@ def run(settings: Settings) -> dict[str, Any]:
                 "lira": measure(scores[member], scores[~member]),
             },
         }
-    paths = ("dataset_path", "output_dir")  # which are one machine's
+    paths = ("dataset_path", "output_dir")  # local paths are left out
     described = {name: value for name, value in asdict(settings).items() if name not in paths}
     made = {"settings": described, "versions": versions()}
     return {"data": source, "delta": DELTA, "ways": ways, **made}
@@ -134,7 +135,7 @@ def run(settings: Settings) -> dict[str, Any]:
 
 
 def load(settings: Settings) -> tuple[list[Example], str]:
-    """Returns the pool, and what it is."""
+    """Return the pool of texts, and its name."""
     if settings.dataset_path is None:
         texts = made_up(settings.pool, settings.seed)
         source = "made-up sentences"
@@ -152,21 +153,21 @@ def load(settings: Settings) -> tuple[list[Example], str]:
 
 
 def made_up(count: int, seed: int) -> list[tuple[str, int]]:
-    """Returns sentences with words that go with their label, and every tenth label wrong."""
-    coins = np.random.default_rng(seed)
+    """Return sentences with words that depend on the label; a tenth of the labels is wrong."""
+    generator = np.random.default_rng(seed)
     texts = []
     for _ in range(count):
-        label = int(coins.random() < 0.5)
-        telling = [f"{'good' if label else 'bad'}{i}" for i in coins.integers(0, 20, 3)]
-        other = [f"word{i}" for i in coins.integers(0, 400, 12)]
+        label = int(generator.random() < 0.5)
+        telling = [f"{'good' if label else 'bad'}{i}" for i in generator.integers(0, 20, 3)]
+        other = [f"word{i}" for i in generator.integers(0, 400, 12)]
         words = [*telling, *other]
-        coins.shuffle(words)
-        texts.append((" ".join(words), label if coins.random() < 0.9 else 1 - label))
+        generator.shuffle(words)
+        texts.append((" ".join(words), label if generator.random() < 0.9 else 1 - label))
     return texts
 
 
 def encode(text: str, label: int) -> Example:
-    """Returns the first T words by hashes, so that no vocabulary is learnt from the data."""
+    """Return hashes of the first T words, which need no vocabulary from the data."""
     ids = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in text.split()[:LENGTH]]
     padding = LENGTH - len(ids)
     return {
@@ -180,7 +181,7 @@ def encode(text: str, label: int) -> Example:
 
 
 class BagForSequenceClassification(nn.Module):
-    """Adds the embeddings of the words up, and classifies the sum by a layer of its own."""
+    """A bag-of-words classifier: a hidden layer and a head on the sum of word embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class BagForSequenceClassification(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Returns logits (B, 2) of texts (B, T); the loss is left to who trains."""
+        """Return the logits (B, 2) of texts (B, T), without a loss."""
         words = self.words(input_ids) * attention_mask[:, :, None]
         total = words.sum(1) / attention_mask.sum(1, keepdim=True).clamp(min=1).sqrt()
         return {"logits": self.head(torch.tanh(self.body(total)))}
@@ -201,7 +202,7 @@ class BagForSequenceClassification(nn.Module):
 def train(
     settings: Settings, examples: list[Example], epsilon: float, seed: int
 ) -> tuple[nn.Module, float]:
-    """Returns a model that was trained on the examples, and the epsilon that was spent."""
+    """Return a model trained on the examples, and the epsilon spent."""
     set_seed(seed)
     model = BagForSequenceClassification()
     way: dict[str, Any] = {
@@ -211,7 +212,7 @@ def train(
         "expected_batch_size": min(settings.batch, settings.pool // 2),
         "max_steps": settings.steps,
         "learning_rate": 3e-2,
-        "projection": "gaussian",  # the model reads no input that could be made up
+        "projection": "gaussian",  # the package has no synthetic inputs for this model
         "projection_update_steps": settings.steps,
     }
     if math.isinf(epsilon):
@@ -228,7 +229,7 @@ def train(
             model,
             DPGrapeTrainingArguments(
                 output_dir=folder,
-                num_samples=settings.pool // 2,  # public: how many were expected
+                num_samples=settings.pool // 2,  # public: the expected number
                 per_device_train_batch_size=512,
                 save_strategy="no",
                 logging_strategy="no",
@@ -248,9 +249,10 @@ def train(
 
 @torch.no_grad()
 def confidence_of(model: nn.Module, examples: list[Example]) -> Scores:
-    """Returns log(p / (1 - p)) of the probability p of the true label of each example, (n,).
+    """Return log(p / (1 - p)) for the probability p of the true label of each example, (n,).
 
-    It falls as the loss, -log p, grows; and it is closer to normal (Carlini et al. 2022).
+    It decreases with the loss, -log p, and its distribution is closer to normal (Carlini et al.
+    2022).
     """
     model.eval()
     found = []
@@ -268,13 +270,13 @@ def confidence_of(model: nn.Module, examples: list[Example]) -> Scores:
 
 
 def lira(confidences: Scores, member: Mask) -> Scores:
-    """Returns the scores of LiRA, offline: of each model, with the others as shadows, (M, n).
+    """Return the scores of offline LiRA for each model, with the others as shadow models, (M, n).
 
-    A text that is in the training set of every shadow model has their mean over all texts.
+    For a text in the training sets of all shadow models, the mean over all texts is used.
 
     Args:
-        confidences: of each model about each text, (M, n).
-        member: which texts each model was trained on, (M, n).
+        confidences: confidence of each model on each text, (M, n).
+        member: whether each model was trained on each text, (M, n).
     """
     scores = np.empty_like(confidences)
     for target in range(len(confidences)):
@@ -287,21 +289,21 @@ def lira(confidences: Scores, member: Mask) -> Scores:
 
 
 def measure(members: Scores, others: Scores) -> dict[str, Any]:
-    """Returns how well scores tell members from others: AUC, TPR at low FPR, and the ROC curve."""
+    """Return AUC, TPR at low FPR, and the ROC curve of the scores of members and others."""
     points = [{"fpr": rate, **at_rate(members, others, rate)} for rate in RATES]
     return {"auc": auc(members, others), "at": points, "roc": roc(members, others)}
 
 
 def auc(members: Scores, others: Scores) -> float:
-    """Returns the probability that a member scores higher than another; a tie counts half."""
+    """Return the probability that a member scores higher than a non-member; a tie counts half."""
     labels = np.repeat([1, 0], [len(members), len(others)])
     return float(roc_auc_score(labels, np.concatenate([members, others])))
 
 
 def at_rate(members: Scores, others: Scores, rate: float) -> dict[str, Any]:
-    """Returns how many members are found where at most a share ``rate`` of the others is accused.
+    """Return the true positives at a false positive rate of at most ``rate``.
 
-    Accused is who scores strictly above a threshold, so tied scores are accused together.
+    Positives score strictly above a threshold, so equal scores have the same result.
     """
     allowed = math.floor(rate * len(others) * (1 + 1e-12))
     threshold = np.sort(others)[len(others) - 1 - allowed]
@@ -312,7 +314,7 @@ def at_rate(members: Scores, others: Scores, rate: float) -> dict[str, Any]:
 
 
 def roc(members: Scores, others: Scores, points: int = 60) -> Curve:
-    """Returns (FPR, TPR) from one false positive to all, evenly spaced in the logarithm."""
+    """Return (FPR, TPR) from one false positive to all, with logarithmic spacing."""
     rates = np.geomspace(1 / len(others), 1 - 1 / len(others), points)
     found = [at_rate(members, others, float(rate)) for rate in rates]
     curve = {(f["false_positives"] / f["others"], f["tpr"]) for f in found}
@@ -320,18 +322,18 @@ def roc(members: Scores, others: Scores, points: int = 60) -> Curve:
 
 
 def bound(fpr: float, epsilon: float | None, delta: float) -> float:
-    """Returns the TPR that a private run allows at a FPR: both conditions of privacy."""
+    """Return the largest TPR at a FPR that (epsilon, delta)-privacy allows."""
     if epsilon is None:
         return 1.0
     other = 1 - math.exp(-epsilon) * (1 - delta - fpr)  # 1 - FPR <= e^eps (1 - TPR) + delta
     return min(1.0, math.exp(epsilon) * fpr + delta, other)
 
 
-# ---- What is shown ----
+# ---- Rendering ----
 
 
 def as_markdown(results: Mapping[str, Any]) -> str:
-    """Returns the table."""
+    """Return the table."""
     head = [
         *("Trained by", "Attack", "AUC"),
         *(f"TPR at {rate:.1%} FPR (allowed)" for rate in RATES),
@@ -364,7 +366,7 @@ def as_markdown(results: Mapping[str, Any]) -> str:
 
 
 def draw(results: Mapping[str, Any]) -> Figure:
-    """Returns the ROC curves, both axes logarithmic, a panel for each attack."""
+    """Return the ROC curves on logarithmic axes, with a panel for each attack."""
     figure = Figure(figsize=(10, 4.8), layout="constrained")
     rates = np.geomspace(1e-4, 1, 200)
     for panel, (name, title) in zip(figure.subplots(1, 2), ATTACKS.items(), strict=True):

@@ -1,11 +1,11 @@
-"""Count the kernels that a step launches on a GPU, without one.
+"""Count the kernels that a step launches on a GPU, without a GPU.
 
     python -m recipes.benchmark.kernels --json recipes/benchmark/results/kernels.json
 
-Where a model is small, or its numbers have 16 bits, a GPU waits for the processor to launch
-kernels, so their number decides how long a step takes. The step runs on tensors without contents,
-with the attention and dropout of a GPU. Each operator that computes something counts once. P was
-made in the step before. Takes four minutes of a CPU core.
+If a model is small or computes in 16 bits, a GPU waits for the processor to launch kernels, so
+their number determines the time of a step. The step runs on tensors without contents, with the
+attention and dropout of a GPU. Each operator that computes something counts once. P was computed in
+an earlier step. Takes four minutes of a CPU core.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def count(model: Setting, autocast: bool, method: str) -> int:
     """Return the kernels of a step.
 
     Args:
-        model: with its batch.
+        model: the model and its batch.
         autocast: whether its forward pass runs under autocast to bfloat16.
         method: ``adamw`` or a method of the package.
     """
@@ -79,10 +79,10 @@ def count(model: Setting, autocast: bool, method: str) -> int:
 
 
 def as_markdown(found: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the numbers, and their ratio, as a table in Markdown."""
+    """Return the numbers of kernels, and their ratio, as a table in Markdown."""
     rows = [
-        [name, f"{own[ADAMW]:,}", f"{own[DP_GRAPE]:,}", f"{own[DP_GRAPE] / own[ADAMW]:.2f}"]
-        for name, own in found.items()
+        [name, f"{n[ADAMW]:,}", f"{n[DP_GRAPE]:,}", f"{n[DP_GRAPE] / n[ADAMW]:.2f}"]
+        for name, n in found.items()
     ]
     return table(["Model", "AdamW", "DP-GRAPE", "ratio"], rows)
 

@@ -1,4 +1,4 @@
-"""Memory of steps as `dp-grape memory --json` simulates them, as a table."""
+"""Render the results of `dp-grape memory --json` as a table."""
 
 from __future__ import annotations
 

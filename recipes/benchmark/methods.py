@@ -27,13 +27,13 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.mechanism import LogicalBatch
 from recipes.benchmark.models import DECODERS, OPT, Batch, Setting
 
-STEPS = 10_000  # of the run that a timed step is part of: sets sigma and the schedule, not the time
+STEPS = 10_000  # steps of the run; sets sigma and the schedule, and does not affect the time
 DATASET_SIZE = 1_000
 LEARNING_RATE = 1e-4
 
 
 Maker = Callable[[nn.Module, Setting, Batch, Path], Any]
-"""Returns a model in training, which has a method ``step``."""
+"""Returns an object with a method ``step``, which trains a model."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,9 @@ class Method:
     """A row of the tables.
 
     Args:
-        title: what tables call it.
+        title: its name in the tables.
         make: ``(model, setting, batch, folder) -> training``.
-        usual: whether it is measured by default; to compile takes up to a minute.
+        usual: whether it is measured by default. Compiled methods are not: compiling takes long.
     """
 
     title: str
@@ -59,10 +59,10 @@ def now(device: torch.device) -> tuple[float, float]:
 
 
 class DoesNotRun(Exception):
-    """Opacus cannot do this setting; the message is what the table says."""
+    """Opacus cannot run this setting; the message is shown in the table."""
 
 
-# ---- Ours, and what it is compared with ----
+# ---- AdamW and this package ----
 
 
 class PlainTraining:
@@ -90,7 +90,7 @@ class PlainTraining:
 
 
 class PrivateTraining:
-    """Steps of ``DPGrapeTrainer``, with noise and with the record in the ledger."""
+    """Steps of ``DPGrapeTrainer``, including the noise and the entry in the ledger."""
 
     def __init__(
         self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
@@ -138,8 +138,8 @@ class OpacusTraining:
     """Steps of Opacus' DP-Adam.
 
     Args:
-        mode: ``hooks`` forms the gradient of every weight for every sample; ``ghost`` clips by two
-            backward passes instead.
+        mode: ``hooks`` computes the gradient of every weight for every sample; ``ghost`` clips by
+            two backward passes.
         noise_multiplier: sigma.
         max_grad_norm: C.
     """
@@ -205,7 +205,7 @@ class OpacusTraining:
 
 
 def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Path) -> Any:
-    """Return what trains an adapter of the setting's rank on all layers but the head."""
+    """Return the training of an adapter of the setting's rank on all layers but the head."""
     task = "CAUSAL_LM" if setting.model in DECODERS else "SEQ_CLS"
     config = LoraConfig(r=setting.rank, target_modules="all-linear", task_type=task)
     return make(get_peft_model(model, config), setting, batch, folder)  # type: ignore[arg-type]

@@ -39,23 +39,25 @@ PATCH = 16  # pixels on a side
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and its batch; the numbers that are not given are those of the family.
+    """A model and its batch. Other sizes are the defaults of the model's config.
 
     Args:
         model: a name in ``TITLES``.
-        hidden_size: of the model; the feed-forward layers are four times as wide, those of Llama,
-            which has three matrices in each, 11 / 4 times.
-        layers: how many.
-        vocab_size: of a language model.
-        batch_size: B, all of it in one physical batch.
-        length: T, tokens of a text or patches of an image, then a square number.
+        hidden_size: hidden size. The feed-forward layers are four times as wide; in Llama, which
+            has three matrices in each, 11 / 4 times.
+        layers: number of layers.
+        vocab_size: vocabulary of a language model.
+        batch_size: B, in one physical batch.
+        length: T, the tokens of a text or the patches of an image (a square number).
         rank: r of the projections.
-        heads: of the attention; 0 for one per 64 numbers of the hidden size.
-        max_length: rows of the position table of a text model; 0 for what ``length`` needs.
-        dropout: of hidden states and, but for OPT, attention; Llama has none.
-        dtype: of the weights, float32 or bfloat16.
+        heads: attention heads; 0 for one head per 64 of the hidden size.
+        max_length: rows of the position embeddings of a text model; 0 for ``length`` plus 8.
+        dropout: dropout rate of hidden states and attention. OPT has none in attention, and Llama
+            has none at all.
+        dtype: type of the weights, float32 or bfloat16.
         gradient_checkpointing: whether activations are computed again in the backward pass.
-        autocast: whether products have 16 bits, with weights of 32 (``bf16=True``).
+        autocast: whether matrix products are computed in bfloat16 with float32 weights
+            (``bf16=True``).
     """
 
     model: str = ROBERTA
@@ -85,8 +87,8 @@ class Setting:
             raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16.")
         if self.model == VIT and math.isqrt(self.length) ** 2 != self.length:
             raise ValueError(
-                f"length={self.length} is the number of patches of a square image: give a square "
-                "number, 64 or 196 for example."
+                f"length={self.length} is the number of patches of a square image. Pass a square "
+                "number, for example 64 or 196."
             )
 
     @property
@@ -100,7 +102,7 @@ class Setting:
         return cls._from_config(self.config(), dtype=dtype or self.torch_dtype).train()
 
     def build_on(self, device: torch.device) -> Any:
-        """Returns the model on a device, with gradient checkpointing if that is asked for."""
+        """Return the model on a device, with gradient checkpointing if the setting has it."""
         with device:
             model = self.build()
         if self.gradient_checkpointing:
@@ -111,10 +113,10 @@ class Setting:
         return model
 
     def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
-        """Returns a random batch on the default device, labels included.
+        """Return a random batch with labels on the default device.
 
         Args:
-            batch_size: B, if not the setting's own.
+            batch_size: B; None for the setting's batch size.
             padded: whether the last position of each text is padding.
         """
         size = self.batch_size if batch_size is None else batch_size

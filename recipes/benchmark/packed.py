@@ -1,9 +1,9 @@
-"""The memory of a step next to linear layers of few bits, as JSON of ``dp-grape memory --json``.
+"""Compute the memory of a step on quantised linear layers, as ``dp-grape memory --json``.
 
     python -m recipes.benchmark.packed --model_name_or_path FOLDER --bits 4 > packed.json
 
-Linear layers are packed as by bitsandbytes, and an adapter next to each has a frozen A and trains
-B, as one of ``principal_adapter``.
+Linear layers are packed as in bitsandbytes. Each has an adapter with a frozen A and a trained B, as
+in ``principal_adapter``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torch.nn import functional
 from dp_grape_hf.memory import ModelOfConfig, Setting, plan, prepared, read_config
 
 METHOD = "dp_lora"
-_BLOCK = 64  # numbers that share a scale in float32, as in bitsandbytes
+_BLOCK = 64  # elements that share a float32 scale, as in bitsandbytes
 
 
 class PackedLinear(nn.Linear):
     """A frozen linear layer whose weight is unpacked for each product, forward and backward.
 
     Args:
-        layer: what it replaces.
-        bits: of a number; a divisor of 8.
+        layer: the layer to replace.
+        bits: bits of an element; a divisor of 8.
     """
 
     def __init__(self, layer: nn.Linear, bits: int) -> None:
@@ -67,13 +67,13 @@ class _Product(torch.autograd.Function):
 
 
 class PackedModel(ModelOfConfig):
-    """A model whose linear layers, but for the output's, are packed under an adapter.
+    """A model whose linear layers, except the output layer, are packed and have an adapter.
 
     Args:
-        config: of the model.
+        config: the config of the model.
         seq_len: T.
-        bits: of the weights.
-        rank: of the adapter.
+        bits: bits of a weight's elements.
+        rank: rank of the adapter.
     """
 
     def __init__(self, config: Any, seq_len: int, bits: int, rank: int) -> None:
@@ -82,7 +82,7 @@ class PackedModel(ModelOfConfig):
         self._bits, self._rank = bits, rank
 
     def build(self, dtype: torch.dtype) -> nn.Module:
-        """Return the model, of which B is trainable."""
+        """Return the model, in which only B of each adapter is trainable."""
         model: Any = super().build(dtype)
         if self._bits is None:
             return model

@@ -1,4 +1,4 @@
-"""Time the methods of ``benchmark`` in rounds, and render what was measured."""
+"""Time the methods of ``benchmark`` in rounds, and render the results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from recipes.benchmark.methods import (
 from recipes.benchmark.models import Setting
 from recipes.common.markdown import table
 
-Results = dict[str, Any]  # title of a method -> what was measured, as JSON has it
+Results = dict[str, Any]  # title of a method -> times, for JSON
 
 
 def measure(
@@ -41,7 +41,7 @@ def measure(
     Each round runs every method once, in a changing order. A ratio is the median over the rounds
     that both took part in. A method that does not run has an ``error`` instead.
     """
-    gc.collect()  # trainers are cycles, and the last setting's hold its models
+    gc.collect()  # trainers are reference cycles, which hold the models of the last setting
     set_seed(0)
     original = setting.build_on(device)
     with device:
@@ -121,13 +121,13 @@ def as_markdown(records: Sequence[dict[str, Any]]) -> str:
                 over = _times([ratio(result, private, of) for of in ("seconds", "cpu_seconds")])
                 over = over.replace("x (", " times as fast (").replace("x)", ")")
             rows.append([model, title, seconds, _times(speeds), over])
-            model = ""  # which stands in the first row only
+            model = ""  # only the first row names the model
     head = ["Model", "One step of", "Median (CPU)", "Speed relative to AdamW", "DPGrapeTrainer is"]
     return table(head, rows)
 
 
 def remarks(results: Results) -> str:
-    """Return which methods do not run and why, a line each."""
+    """Return one line for each method that does not run, with the reason."""
     return "".join(f"{t} does not run: {r['error']}\n" for t, r in results.items() if "error" in r)
 
 

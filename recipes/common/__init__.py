@@ -1,1 +1,1 @@
-"""What several recipes use: where a result comes from, tables, plots."""
+"""Code of several recipes: provenance of results, tables, plots, sweeps."""

@@ -11,27 +11,27 @@ NOT_RUN, BLANK = "not run", ""
 
 
 def header(cells: Sequence[str]) -> list[str]:
-    """Returns the first two lines of a table."""
+    """Return the first two lines of a table."""
     return [row(cells), "|---" * len(cells) + "|"]
 
 
 def row(cells: Iterable[str]) -> str:
-    """Returns a line of a table."""
+    """Return a line of a table."""
     return "| " + " | ".join(map(plain, cells)) + " |"
 
 
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns a table, a line each."""
+    """Return a table."""
     return "\n".join([*header(head), *map(row, rows)]) + "\n"
 
 
 def bullets(texts: Iterable[str]) -> list[str]:
-    """Returns a list."""
+    """Return a list."""
     return [f"* {plain(text)}" for text in texts]
 
 
 def plain(text: str) -> str:
-    r"""Returns text in which patterns are no Markdown.
+    r"""Return text with Markdown characters escaped.
 
     >>> plain(".*query|key")
     '.\\*query\\|key'
@@ -40,7 +40,7 @@ def plain(text: str) -> str:
 
 
 def beside(paper: Sequence[str], ours: Sequence[str]) -> list[str]:
-    """Returns the cells of the paper, each in front of ours."""
+    """Return cells that alternate between the paper's values and ours."""
     return [cell for pair in zip(paper, ours, strict=True) for cell in pair]
 
 
@@ -53,17 +53,17 @@ def difference(paper: Any, ours: Score | None) -> str:
 
 
 def headings(columns: Sequence[str]) -> list[str]:
-    """Returns the names of columns that have the paper's and ours."""
+    """Return the names of columns that alternate between the paper's values and ours."""
     return beside([f"{name}, paper" for name in columns], ["ours"] * len(columns))
 
 
 def budget(epsilon: float | None) -> str:
-    """Returns an epsilon, which is infinite if there is none."""
+    """Return an epsilon as text; ∞ for None."""
     return "∞" if epsilon is None else f"{epsilon:g}"
 
 
 def counted(number: int, what: str) -> str:
-    """Returns how many of a thing there are."""
+    """Return a number and a noun, in the plural if needed."""
     return f"{number} {what}" + "s" * (number != 1)
 
 
@@ -72,21 +72,21 @@ Score = tuple[float, float | None, int]
 
 
 def mean_and_error(values: Sequence[float]) -> Score:
-    """Returns the mean, its error and the number of values."""
+    """Return the mean, its error and the number of values."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.mean(values), error, len(values)
 
 
-def score_text(found: Sequence[Any] | None) -> str:
-    """Returns a mean, its error and their number."""
-    if found is None:
+def score_text(score: Sequence[Any] | None) -> str:
+    """Return a mean, its standard error and the number of values as text."""
+    if score is None:
         return NOT_RUN
-    mean, error, count = found
+    mean, error, count = score
     return f"{mean:.1f} [1]" if count == 1 else f"{mean:.1f} ± {error:.1f} [{count}]"
 
 
 def shown(value: Any, missing: str = "n/a") -> str:
-    """Returns a cell: nothing, a number or a word, mean and error, or those of so many runs."""
+    """Return a value as a cell: None, a number, a text, a pair of mean and error, or a score."""
     if value is None:
         return missing
     if isinstance(value, bool):

@@ -1,7 +1,7 @@
-"""Figures of panels side by side: the same label has the same colour, marker and dash in all.
+"""Figures with several panels, in which a label has the same colour, marker and dash everywhere.
 
-The colours are told apart by colour-blind readers (Okabe and Ito 2008), and the markers by those
-who see none.
+Colour-blind readers can distinguish the colours (Okabe and Ito 2008). The markers work without
+colours.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from recipes.common.markdown import Score
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
-COLUMNS, MANY = 3, 40  # of panels; of points, which then have no markers
-MOST_TICKS = 12  # with numbers, along a panel
+COLUMNS = 3  # of panels
+MANY = 40  # points of a line; longer lines have no markers
+MOST_TICKS = 12  # labelled ticks of an axis
 
 Points = Mapping[float, Score]
-"""What is drawn, by place."""
+"""Position on the x axis -> score."""
 
 
 class Panels:
@@ -32,7 +33,7 @@ class Panels:
 
     Args:
         titles: one for each panel.
-        title: that of the figure.
+        title: the title of the figure.
     """
 
     def __init__(self, titles: Sequence[str], title: str) -> None:
@@ -56,8 +57,8 @@ class Panels:
 
         Args:
             panel: one of ``axes``.
-            label: for the legend.
-            points: what is drawn.
+            label: the label in the legend.
+            points: the points of the line.
         """
         places = sorted(points)
         means = [points[place][0] for place in places]
@@ -71,7 +72,7 @@ class Panels:
         panel.errorbar(places, means, errors, color=style["color"], fmt="none", capsize=2)
 
     def across(self, panel: Axes, label: str, height: float) -> None:
-        """Draws a line from side to side."""
+        """Draw a horizontal line across a panel."""
         style = {**self._style(label), "marker": "", "ls": ":"}
         panel.axhline(height, label=label, **style)
 
@@ -93,7 +94,7 @@ class Panels:
         return self._styles[label]
 
     def finished(self, across: str, up: str) -> Figure:
-        """Returns the figure, with the axes named and one legend below all panels."""
+        """Return the figure, with axis labels and one legend below all panels."""
         handles: dict[str, Artist] = {}
         for panel in self.axes:
             panel.set_xlabel(across)
@@ -110,9 +111,9 @@ class Panels:
 
 
 def logarithmic(panel: Axes, places: Sequence[float]) -> None:
-    """Gives a panel ticks at some places, a doubling being the same distance everywhere.
+    """Set a logarithmic x axis with ticks at some places.
 
-    Where one would touch another, only the first has its number.
+    If labels would overlap, only the first one is shown.
     """
     places = sorted(places)
     room = math.log2(places[-1] / places[0]) / MOST_TICKS

@@ -1,4 +1,4 @@
-"""Where a result comes from: settings, versions, the commit; and the model that a method trains."""
+"""Record settings, versions and the commit of a result; add an adapter to a model."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from recipes.paper.methods import METHODS, OPTIONS, PaperArguments
 
 
 def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
-    """Returns every argument of ours, and those of the host that a result depends on."""
+    """Return all options of this package, and options of the Trainer that affect a result."""
     names = (
         *("max_steps", "num_train_epochs", "weight_decay", "adam_beta1"),
         *("adam_beta2", "adam_epsilon", "warmup_steps", "per_device_train_batch_size"),
         *("world_size", "seed", "bf16", "gradient_checkpointing", "optim_target_modules"),
     )
-    own = [f.name for f in fields(DPGrapeArguments)]
+    options = [f.name for f in fields(DPGrapeArguments)]
     if isinstance(args, PaperArguments):
-        own += OPTIONS
+        options += OPTIONS
     scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
-    return {name: getattr(args, name) for name in (*own, *names)} | scheduler
+    return {name: getattr(args, name) for name in (*options, *names)} | scheduler
 
 
 def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
-    """What a run spent, and the numbers of its mechanism that a result needs to be read."""
-    own = (
+    """Return the privacy spent by a run, and the main parameters of its mechanism."""
+    parameters = (
         *("noise_multiplier", "sample_rate", "expected_batch_size", "max_grad_norm"),
         *("adjacency", "privacy_unit", "chosen"),
     )
     return {
         **{name: getattr(spent, name) for name in ("epsilon", "delta", "steps")},
-        **{name: getattr(spent.mechanism, name) for name in own},
+        **{name: getattr(spent.mechanism, name) for name in parameters},
         "private": spent.private,
     }
 
 
 def origin() -> dict[str, Any]:
-    """Returns when a result is made, on what, and with which software and code."""
+    """Return the date, the device, the software versions and the commit of a result."""
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -60,13 +60,13 @@ def origin() -> dict[str, Any]:
 
 
 def versions(*more: str) -> dict[str, str]:
-    """Returns the versions of the software that made the result."""
+    """Return the versions of the installed software."""
     packages = ("torch", "transformers", "accelerate", "scikit-learn", "prv-accountant", *more)
     return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
 def write(path: Path, record: Any) -> None:
-    """Write a result as JSON, whole or not at all."""
+    """Write a result as JSON, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.part")
     partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -74,36 +74,36 @@ def write(path: Path, record: Any) -> None:
 
 
 ADAPTED = {"opt": ["q_proj", "v_proj"], "roberta": ["query", "value"]}
-"""Types of models that MeZO's code adapts, and the layers that it adapts, with an alpha of 2 r."""
+"""Model type -> layers that MeZO's code adapts, with an alpha of 2 r."""
 
 
 def git_commit() -> str | None:
-    """Returns the commit of the code, marked if the files differ from it; None outside git."""
+    """Return the commit of the code, marked if the files differ from it; None outside git."""
     here = str(Path(__file__).parent)
     command = ["git", "-C", here, "describe", "--always", "--abbrev=12", "--dirty"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=True)
+        described = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return found.stdout.strip()
+    return described.stdout.strip()
 
 
 def with_adapter(
     model: Any, method: str, rank: int, head: Sequence[str] = (), inputs: Batches | None = None
 ) -> Any:
-    """Returns the model, in a LoRA adapter if the method trains one.
+    """Return the model, with a LoRA adapter if the method trains an adapter.
 
-    OPT and RoBERTa have the adapter of MeZO (Malladi et al. 2023, Appendix D), whose protocol the
-    paper's rows of LoRA follow: on queries and values, with an alpha of 2 r. Other models have it
-    on all linear layers, with an alpha of r.
+    OPT and RoBERTa get the adapter of MeZO (Malladi et al. 2023, Appendix D), which the paper's
+    LoRA results use: on queries and values, with an alpha of 2 r. Other models get an adapter on all
+    linear layers, with an alpha of r.
 
     Args:
         model: a pretrained model of transformers.
         method: a name in ``METHODS``.
-        rank: r of the adapter.
-        head: names of modules that are new, and trained whole beside the adapter.
-        inputs: of the model; A then starts with the principal directions of what the layers are
-            given when it reads them, and not at random.
+        rank: r, the rank of the adapter.
+        head: names of new modules, which are trained in addition to the adapter.
+        inputs: inputs of the model. If given, A starts with the principal directions of the layers'
+            input activations on these inputs, and not at random.
     """
     if not METHODS[method].adapter:
         return model

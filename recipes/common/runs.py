@@ -1,4 +1,4 @@
-"""Files of finished runs, a JSON object a line, that survive a crash while a line is written."""
+"""Files with one JSON object per finished run, which survive a crash while a line is written."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from typing import Any
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Returns what the lines hold; nothing if there is no file.
+    """Return the objects in a file; none if the file does not exist.
 
-    Warns of a last line without an end, which a crash has left, and passes over it.
+    A last line without a line end, left by a crash, is skipped with a warning.
 
     Raises:
-        ValueError: if another line is no JSON.
+        ValueError: if another line is not JSON.
     """
     if not path.exists():
         return []
     *lines, rest = path.read_bytes().split(b"\n")
     if rest:
         warnings.warn(
-            f"{path} ends in half a line, which is ignored: its run will be made again.",
+            f"{path} ends with an incomplete line. The line is ignored, and its run is repeated.",
             stacklevel=2,
         )
-    found = []
+    entries = []
     for number, line in enumerate(lines, start=1):
         try:
-            found.append(json.loads(line))
+            entries.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}, is no JSON: {error}. Delete it.") from error
-    return found
+            raise ValueError(f"{path}, line {number}, is not JSON: {error}. Delete it.") from error
+    return entries
 
 
 def append_line(path: Path, entry: Mapping[str, Any]) -> None:
-    """Adds a line, in the place of half a line if there is one, and waits until it is on disk."""
+    """Append a line, replacing an incomplete last line, and wait until it is on the disk."""
     line = json.dumps(entry).encode() + b"\n"
     with path.open("a+b") as file:
         file.seek(0)

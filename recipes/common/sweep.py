@@ -1,8 +1,8 @@
-"""A grid of settings, tasks, budgets and seeds, each run once, that goes on where it stopped.
+"""Run a grid of settings, tasks, budgets and seeds once each, and resume an interrupted sweep.
 
-For each task and row all combinations of the row's grid are run at the budget and with the seed of
-the search; the one with the best score on the dev split is run at every budget with every seed. A
-row without a grid is run as it is.
+For each task and row, the search runs all combinations of the row's grid, with one budget and one
+seed. The combination with the best score on the dev split then runs at every budget with every
+seed. A row without a grid skips the search.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNS = "runs.jsonl"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a row on a task, at a budget (None: not private), with a seed and settings."""
+    """One run: a row, a task, a budget (None: not private), a seed and settings."""
 
     row: str
     task: str
@@ -40,11 +40,11 @@ class Cell:
 
     @property
     def key(self) -> str:
-        """What tells runs of one sweep apart: all but how many runs the settings cost."""
+        """The unique key of the run in a sweep; ``selection_runs`` is not a part of it."""
         return _key(self.entry())
 
     def entry(self) -> dict[str, Any]:
-        """Returns the line of the run, but for its result."""
+        """Return the line of the run without its result."""
         return {
             "row": self.row,
             "task": self.task,
@@ -56,7 +56,7 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Where the run keeps what it makes, below the folder of the sweep."""
+        """The folder of the run's files, relative to the folder of the sweep."""
         digest = hashlib.sha256(json.dumps(self.settings).encode()).hexdigest()[:8]
         budget = "plain" if self.epsilon is None else f"eps{self.epsilon:g}"
         row = re.sub(r"[^a-z0-9]+", "-", self.row.lower()).strip("-")
@@ -65,21 +65,22 @@ class Cell:
 
 
 def has_budget(row: Mapping[str, Any]) -> bool:
-    """Returns whether a row is run at each epsilon: it is private, and sets no noise itself."""
-    own = row["arguments"]
-    return METHODS[own["method"]].private and "noise_multiplier" not in own
+    """Return whether a row runs at each epsilon: it is private, and sets no noise multiplier."""
+    arguments = row["arguments"]
+    return METHODS[arguments["method"]].private and "noise_multiplier" not in arguments
 
 
 class Sweep:
     """The runs of a sweep.
 
     Args:
-        config: ``arguments`` of every run; ``tasks`` and the arguments that each has besides;
-            ``search``, with ``epsilon``, ``seed`` and perhaps ``arguments``; ``final``, with
-            ``epsilons`` and ``seeds``; and ``rows``, with ``arguments``, and perhaps a ``grid`` of
-            values, arguments of the row's own ``search``, and those that it has on some ``tasks``.
-        folder: where everything is kept.
-        jobs: how many runs go on at the same time.
+        config: a mapping with ``arguments`` of every run; ``tasks`` with further arguments of each
+            task; ``search`` with ``epsilon``, ``seed`` and optional ``arguments``; ``final`` with
+            ``epsilons`` and ``seeds``; and ``rows`` with ``arguments``, an optional ``grid`` of
+            values, optional arguments of the row's ``search``, and optional arguments of the row
+            for some ``tasks``.
+        folder: the folder of the sweep.
+        jobs: the number of simultaneous runs.
     """
 
     def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
@@ -88,13 +89,13 @@ class Sweep:
         self._writing = Lock()
 
     def search(self) -> Iterator[Cell]:
-        """Yields the runs that settings are chosen from."""
+        """Yield the runs of the search."""
         for task, name in product(self.config["tasks"], self.config["rows"]):
             for settings in self.grid(name):
                 yield self._searched(name, task, settings)
 
     def final(self) -> Iterator[Cell]:
-        """Yields the runs with the settings that were chosen; none where the search has no run."""
+        """Yield the runs with the chosen settings; none if the search has no result."""
         where = self.config["final"]
         for task, name in product(self.config["tasks"], self.config["rows"]):
             settings, cost = self.chosen(name, task)
@@ -105,10 +106,10 @@ class Sweep:
                 yield self._cell(name, task, epsilon, seed, settings, cost)
 
     def chosen(self, name: str, task: str) -> tuple[dict[str, Any] | None, int]:
-        """Returns the best settings of the grid on the dev split, and how many runs they cost.
+        """Return the best settings of the grid on the dev split, and the number of runs used.
 
-        Whoever changes a grid has looked at what it gave before: all runs of searches count that
-        this row has results of for the task, and not those that have failed.
+        The number includes runs of earlier grids of this row and task, because a grid may have been
+        changed after looking at them. Failed runs do not count.
         """
         best = None
         for settings in self.grid(name):
@@ -119,11 +120,11 @@ class Sweep:
                     best = score, settings
         if best is None:
             return (None if self.config["rows"][name].get("grid") else {}), 0
-        looked_at = [run for run in self._runs.values() if not run["final"]]
-        return best[1], sum((run["row"], run["task"]) == (name, task) for run in looked_at)
+        searched = [run for run in self._runs.values() if not run["final"]]
+        return best[1], sum((run["row"], run["task"]) == (name, task) for run in searched)
 
     def grid(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yields the combinations of a row's grid."""
+        """Yield the combinations of a row's grid."""
         grid = self.config["rows"][name].get("grid") or {}
         if grid:
             for values in product(*grid.values()):
@@ -133,8 +134,8 @@ class Sweep:
         where = self.config["search"]
         epsilon = where["epsilon"] if has_budget(self.config["rows"][name]) else None
         row = self.config["rows"][name].get("search", {})
-        own = {**settings, **where.get("arguments", {}), **row}
-        return self._cell(name, task, epsilon, where["seed"], own)
+        options = {**settings, **where.get("arguments", {}), **row}
+        return self._cell(name, task, epsilon, where["seed"], options)
 
     def _cell(
         self,
@@ -146,19 +147,19 @@ class Sweep:
         cost: int = 0,
     ) -> Cell:
         row = self.config["rows"][name]
-        own = row["arguments"] | row.get("tasks", {}).get(task, {})
+        of_row = row["arguments"] | row.get("tasks", {}).get(task, {})
         of_task = self.config["tasks"][task]
-        options = {**self.config["arguments"], **of_task, **own, **settings}
+        options = {**self.config["arguments"], **of_task, **of_row, **settings}
         return Cell(name, task, epsilon, seed, tuple(options.items()), cost)
 
     # ---- Running ----
 
     def run(self, cell: Cell) -> Mapping[str, Any] | None:
-        """Makes a run; returns its result, with ``metrics`` by split, or None if it failed."""
+        """Run a cell; return its result, with ``metrics`` by split, or None if it failed."""
         raise NotImplementedError
 
     def complete(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Runs what has no result yet; returns the runs that failed."""
+        """Run the cells without a result; return the cells that failed."""
         missing = [cell for cell in cells if self.result(cell) is None]
         failed = []
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -178,7 +179,7 @@ class Sweep:
         return result is not None
 
     def add(self, cell: Cell, result: Mapping[str, Any]) -> None:
-        """Writes the result of a run that has ended, as a line of its own."""
+        """Append the result of a finished run to the file of runs."""
         line = cell.entry() | {"result": result}
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -186,14 +187,14 @@ class Sweep:
             self._runs[cell.key] = line
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
-        """Returns the result of a run; None if it has none."""
+        """Return the result of a run; None if it has none."""
         line = self._runs.get(cell.key)
         return None if line is None else line["result"]
 
-    # ---- What was found ----
+    # ---- Results ----
 
     def summary(self) -> dict[str, Any]:
-        """Returns means and standard errors of the test score over seeds, by task, row, budget."""
+        """Return means and standard errors of the test score over seeds, by task, row, budget."""
         tasks: dict[str, Any] = {}
         for cell in self.final():
             rows = tasks.setdefault(cell.task, {})
@@ -210,15 +211,15 @@ class Sweep:
         return {"config": dict(self.config), "tasks": tasks, "search": self._search_scores()}
 
     def _search_scores(self) -> list[dict[str, Any]]:
-        """Returns the dev score of each combination that was searched, None where it is not run."""
+        """Return the dev score of each combination of the search; None for missing runs."""
         scores = []
         for name in self.config["rows"]:
             for settings in self.grid(name):
-                found = {}
+                by_task = {}
                 for task in self.config["tasks"]:
                     result = self.result(self._searched(name, task, settings))
-                    found[task] = None if result is None else first_score(result, "dev")
-                scores.append({"row": name, "settings": settings, "scores": found})
+                    by_task[task] = None if result is None else first_score(result, "dev")
+                scores.append({"row": name, "settings": settings, "scores": by_task})
         return scores
 
 
@@ -227,5 +228,5 @@ def _key(entry: Mapping[str, Any]) -> str:
 
 
 def first_score(result: Mapping[str, Any], split: str) -> float:
-    """Returns the metric that counts, the first, of a split."""
+    """Return the first metric of a split, which is the one that counts."""
     return float(next(iter(result["metrics"][split].values())))

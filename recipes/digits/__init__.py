@@ -1,1 +1,1 @@
-"""A small Vision Transformer on handwritten digits: the demo, and every method beside it."""
+"""A small Vision Transformer on handwritten digits: a demo, and a comparison of all methods."""

@@ -9,5 +9,5 @@ from recipes.digits.train import main, parse
 if __name__ == "__main__":
     parsed = parse()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()  # of saving and loading half a megabyte; training keeps its own
+    logging.disable_progress_bar()  # no bars for saving and loading; training has its own bar
     main(*parsed)

@@ -1,13 +1,13 @@
-"""Every method on the same data, at the same budgets and numbers of steps: accuracy, time, memory.
+"""Compare the accuracy, time and memory of all methods on the same data, budgets and steps.
 
     python -m recipes.digits.compare --output_dir runs/compare --jobs 2
 
-What is run stands in ``recipes/digits/compare.yaml``, and in ``chosen.yaml`` (``--config``) a row
-for which nothing is searched. For each row a small grid of learning rates, if it has one, is
-searched once, at one budget and with a seed of its own, on a part of the training data
-that is held out; the final runs train on all of it and are tested once. The search is not covered
-by epsilon: its cost in runs is printed. Each finished run is a line of ``runs.jsonl``; started
-again, the recipe goes on where it was stopped. Hardware: two CPU cores, half an hour.
+``recipes/digits/compare.yaml`` defines the runs, and ``chosen.yaml`` (``--config``) a run without a
+search. If a row has a grid of learning rates, the recipe searches it once, at one budget and with
+another seed, on a held-out part of the training data. The final runs train on all training data and
+are tested once. Epsilon does not cover the search; the recipe prints its number of runs. Each
+finished run is a line of ``runs.jsonl``, so you can interrupt and restart the recipe. Hardware: two
+CPU cores, half an hour.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from recipes.paper.methods import PaperArguments
 
 CONFIG = Path(__file__).with_name("compare.yaml")
 TASK = "digits"
-HELD_OUT = 0.2  # of the training data, for the search
+HELD_OUT = 0.2  # share of the training data on which the search scores
 LORA_RANK = 16
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what is missing, and write the table."""
+    """Make the missing runs, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", type=Path, default=CONFIG, help="what is run")
+    parser.add_argument("--config", type=Path, default=CONFIG, help="file that defines the runs")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(argv)
@@ -61,17 +61,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.stdout.write(text)
 
 
-# ---- What is run ----
+# ---- Runs ----
 
 
 class Digits(Sweep):
-    """The runs of a file as ``compare.yaml``, one after the other or in processes of their own."""
+    """The runs of a file such as ``compare.yaml``, in this process or in ``jobs`` processes."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
         rows = {}
         for name, row in config["rows"].items():
-            own = {option: value for option, value in row.items() if option != "grid"}
-            rows[name] = {"arguments": own, "grid": {}}
+            options = {option: value for option, value in row.items() if option != "grid"}
+            rows[name] = {"arguments": options, "grid": {}}
             if "grid" in row:
                 rows[name]["grid"] = {"learning_rate": row["grid"]}
         wanted = {
@@ -87,7 +87,7 @@ class Digits(Sweep):
         self._processes = ProcessPoolExecutor(jobs, context, _start, (threads,))
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Trains."""
+        """Train a cell."""
         return train(cell) if self.jobs == 1 else self._processes.submit(train, cell).result()
 
 
@@ -97,7 +97,7 @@ def _start(threads: int) -> None:
 
 
 def train(cell: Cell) -> dict[str, Any]:
-    """Trains once; returns accuracy, epsilon spent, seconds and bytes."""
+    """Train once; return accuracy, epsilon spent, seconds and bytes."""
     options = dict(cell.settings)
     held_out = options.pop("held_out", False)
     examples, scored = load_data(split_seed=0)
@@ -116,7 +116,7 @@ def train(cell: Cell) -> dict[str, Any]:
             projection_seed=cell.seed,
         )
         trainer = DPGrapeTrainer(model, args, train_dataset=examples)
-        start = time.process_time()  # so that runs side by side do not count each other's time
+        start = time.process_time()  # processor time, as several runs share the machine
         trainer.train()
         seconds = time.process_time() - start
     spent = trainer.privacy_spent()
@@ -136,7 +136,7 @@ def train(cell: Cell) -> dict[str, Any]:
 
 
 def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
-    """Returns what was found by row and budget: means, and standard errors over the seeds."""
+    """Return means and standard errors over the seeds, by row and budget."""
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in runs.final():
         found.setdefault(cell.row, []).append(runs.result(cell))
@@ -159,7 +159,7 @@ def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """Returns the comparison as a table in Markdown, with what it cost."""
+    """Return the comparison as a table in Markdown, with a caption."""
     config = record["config"]
     budgets = [f"{epsilon:g}" for epsilon in config["epsilons"]] + ["inf"]
     titles = [f"ε = {b}".replace("inf", "∞") for b in budgets]
@@ -189,7 +189,7 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def _accuracy_text(found: Sequence[float | None] | None) -> str:
-    """Returns a mean and its error in percent, if there are any."""
+    """Return a mean and its error in percent, if there are any."""
     return " ± ".join(f"{100 * value:.1f}" for value in found or () if value is not None)
 
 

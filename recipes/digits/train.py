@@ -4,10 +4,10 @@
 
 The data are the 1,797 real images of 8 x 8 pixels that scikit-learn bundles; nothing is downloaded.
 Hardware: one CPU core, ten seconds. Expected: test accuracy of 92 % (ten runs: 88.9 to 93.6 %) at
-epsilon 8 and delta 1e-5. The defaults are those of ``recipes/digits/config.yaml``; every option of
-``DPGrapeTrainingArguments`` may follow on the command line.
+epsilon 8 and delta 1e-5. ``recipes/digits/config.yaml`` has the defaults. You can pass every option
+of ``DPGrapeTrainingArguments`` on the command line.
 
-The accuracy is that of test images that count as public: no epsilon covers them.
+The test images count as public: epsilon does not cover them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from recipes.common.provenance import recorded, spent_as_json, versions, write
 from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIG = Path(__file__).with_name("config.yaml")
-FLOAT = 4  # bytes of a number
+FLOAT = 4  # bytes of a float32 number
 
 Example = dict[str, Tensor]
 
 
 @dataclass
 class DigitsArguments:
-    """What is trained, and on which split."""
+    """Options of the model, and of the split of the data."""
 
     hidden_size: int = field(default=64, metadata={"help": "Width of the transformer."})
     num_hidden_layers: int = field(default=1, metadata={"help": "Number of its layers."})
@@ -56,7 +56,7 @@ class DigitsArguments:
 
 
 def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[str, Any]:
-    """Trains, saves, loads back and reports; returns what it writes to ``results.json``."""
+    """Train, save, load back and report; return the content of ``results.json``."""
     set_seed(args.seed)  # the initial weights; sampling and noise have no seed
     train, test = load_data(script_args.split_seed)
     trainer = DPGrapeTrainer(build_model(script_args), args, train_dataset=train)
@@ -64,7 +64,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     seconds = time.perf_counter() - start
     trainer.save_model()
-    accuracy = accuracy_of(trainer.model, test)  # by all processes, which may share the weights
+    accuracy = accuracy_of(trainer.model, test)  # in all processes, as weights may be sharded
     if not trainer.is_world_process_zero():
         return {}
     loaded = ViTForImageClassification.from_pretrained(args.output_dir).to(args.device)
@@ -92,7 +92,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
 
 
 def build_model(script_args: DigitsArguments) -> ViTForImageClassification:
-    """Returns an untrained transformer that sees an image as four patches of 4 x 4 pixels."""
+    """Return an untrained transformer that splits an image into four patches of 4 x 4 pixels."""
     width = script_args.hidden_size
     config = ViTConfig(
         image_size=8,
@@ -102,7 +102,7 @@ def build_model(script_args: DigitsArguments) -> ViTForImageClassification:
         intermediate_size=2 * width,
         num_hidden_layers=script_args.num_hidden_layers,
         num_attention_heads=4,
-        # Near 1/sqrt(width): from the usual 0.02 a hundred noisy steps do not get far enough.
+        # Near 1/sqrt(width). From the usual 0.02, a hundred noisy steps do not learn enough.
         initializer_range=0.1,
         id2label={digit: str(digit) for digit in range(10)},
         label2id={str(digit): digit for digit in range(10)},
@@ -111,9 +111,9 @@ def build_model(script_args: DigitsArguments) -> ViTForImageClassification:
 
 
 def load_data(split_seed: int) -> tuple[list[Example], list[Example]]:
-    """Returns training and test examples, 80/20, with pixels in [-1, 1]."""
+    """Return training and test examples, 80/20, with pixels in [-1, 1]."""
     digits = load_digits()
-    # The largest grey value, 16, belongs to the format: nothing here is computed from the images.
+    # The largest grey value, 16, is a property of the format, and not computed from the images.
     pixels = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # (N, 1, 8, 8)
     labels = torch.tensor(digits.target)
     examples = [
@@ -126,7 +126,7 @@ def load_data(split_seed: int) -> tuple[list[Example], list[Example]]:
 
 @torch.no_grad()
 def accuracy_of(model: nn.Module, examples: Sequence[Example]) -> float:
-    """Returns the share of examples whose label the model finds."""
+    """Return the accuracy of the model on the examples, as a share."""
     batch = default_data_collator(list(examples))
     device = next(model.parameters()).device
     logits = model.eval()(pixel_values=batch["pixel_values"].to(device)).logits
@@ -137,7 +137,7 @@ def accuracy_of(model: nn.Module, examples: Sequence[Example]) -> float:
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """Return the closing table and how to load the checkpoint, as text."""
+    """Return a table of the results, and code that loads the checkpoint, as text."""
     spent, folder = results["privacy"], results["checkpoint"]
     rate, batch = spent["sample_rate"], spent["expected_batch_size"]
     rows = {
@@ -164,7 +164,7 @@ and results.json. Loaded back, the model has the same accuracy:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DigitsArguments, DPGrapeTrainingArguments]:
-    """Returns the arguments of ``main``: command line over ``--config`` over defaults."""
+    """Return the arguments of ``main``: command line over ``--config`` over defaults."""
     parser = HfArgumentParser((DigitsArguments, PaperArguments))
     parser.add_argument("--config", default=str(CONFIG), help="YAML file with defaults of options.")
     path = parser.parse_known_args(argv)[0].config
@@ -174,7 +174,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DigitsArguments, DPGrapeTr
         defaults.pop("target_epsilon", None)
     known = {f.name for cls in (DigitsArguments, PaperArguments) for f in fields(cls)}
     if unknown := sorted(defaults.keys() - known):
-        raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")
+        raise ValueError(f"{path} sets {unknown}, which are not options of this recipe.")
     parser.set_defaults(**defaults)
     script_args, args, _ = parser.parse_args_into_dataclasses(argv)
     return script_args, args

@@ -1,1 +1,1 @@
-"""What is shown outside the repository: the pages as a static site, and the packages for PyPI."""
+"""Build the static site of the pages, and the distributions for PyPI."""

@@ -1,10 +1,10 @@
-"""Builds the source distribution and the wheel for PyPI, in ``dist``.
+"""Build the source distribution and the wheel for PyPI, in ``dist``.
 
     make dist                          # python -m recipes.site.distributions
 
-Setuptools takes README.md unchanged. Its links are relative, and PyPI does not know GitHub's
-alerts. So both are built from a copy of the tree with absolute links, and with bold words for
-alerts. The copy contains all files that are published, and no other.
+Setuptools uses README.md unchanged. Its links are relative, and PyPI does not support GitHub's
+alerts. So both are built from a copy of the published files, in which links are absolute and alerts
+are bold words.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PAGE = "README.md"
 
 
 def copy_published(folder: Path) -> None:
-    """Copies the published files into an empty folder, and adapts the first page to PyPI."""
+    """Copy the published files into an empty folder, and adapts the first page to PyPI."""
     for name in PUBLISHED:
         if (ROOT / name).is_dir():
             ignored = shutil.ignore_patterns("__pycache__")
@@ -39,7 +39,7 @@ def copy_published(folder: Path) -> None:
 
 
 def main() -> int:
-    """Builds both, the wheel from the source distribution; takes the options of ``build``."""
+    """Build the source distribution, and the wheel from it; pass options on to ``build``."""
     with tempfile.TemporaryDirectory() as folder:
         copy_published(Path(folder))
         command = [sys.executable, "-m", "build", "--outdir", str(ROOT / "dist")]

@@ -1,4 +1,4 @@
-"""What mkdocstrings is told of docstrings beside what is in them."""
+"""An extension of mkdocstrings that formats the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _EXAMPLE = re.compile(r"^>>> (?:.+\n?)+", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Shows examples as code wherever they stand, and leaves out what nobody calls."""
+    """Format all examples as code, and leave out ``__post_init__``."""
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
-        """Puts fences around examples: only those in a section of their own have any."""
+        """Put code fences around examples outside of an ``Examples`` section."""
         if obj.name == "__post_init__":
-            obj.docstring = None  # what has none is not shown
+            obj.docstring = None  # objects without a docstring are not shown
         if obj.docstring:
             obj.docstring.value = _EXAMPLE.sub(
                 lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", obj.docstring.value

@@ -1,7 +1,7 @@
-"""What mkdocs is given beside ``pages``: the pages where they lie, notebooks, and the reference.
+"""Hooks of mkdocs that add the repository's pages, the notebooks and the reference to the site.
 
-Nothing is copied, and nothing but the site is written. A page keeps its path, so that links between
-pages hold; a link to any other file leads to the repository.
+The hooks copy no files and write only the site. Pages keep their paths, so links between pages
+work. A link to any other file points to the repository.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ TOPICS = (
     *("mechanism", "arguments", "choosing", "trainer", "projections", "accounting", "ledger"),
     *("publishing", "memory", "cli"),
 )
-"""Subpackages that a user reads of, in this order; the others are for builders."""
+"""Subpackages with pages for users, in this order; the other pages are for developers."""
 GUIDE = ("README", "dp_sgd", "epsilon", "data_format", "evaluation", "metrics", "own_loop")
-"""Pages of the guide that come first, in this order."""
+"""The first pages of the guide, in this order."""
 NAVIGATION = {
     "Home": ["README.md"],
     "Tutorial": ["recipes/tutorial/README.md", "recipes/tutorial/*.ipynb"],
@@ -42,21 +42,21 @@ NAVIGATION = {
         "dp_grape_hf/*/README.md",
     ],
 }
-"""Sections and their pages; a page is in the first that has it."""
+"""Section -> patterns of its pages. A page is in the first section that matches."""
 
 LINKED = [
     *("recipes/*/results/*.md", "model_cards/*/README.md"),
     *("recipes/**/*.png", "recipes/**/*.svg"),
 ]
-"""Of the site, but not in its navigation, nor in its search."""
+"""Files of the site that are not in its navigation and its search."""
 
 FORMULA = re.compile(
     r'(?P<start><(?P<tag>span|div) class="arithmatex">)\\[(\[](?P<tex>.*?)\\[)\]](?=</)', re.DOTALL
 )
-"""A formula as pymdownx.arithmatex leaves it in a page."""
+"""A formula in the output of pymdownx.arithmatex."""
 
 OPTIONS = "<!-- options -->"
-"""What the page of the arguments has where the options come."""
+"""The place of the options in the page of the arguments."""
 
 ROOM = """# {0}
 
@@ -70,14 +70,14 @@ REFERENCE = {
     f"reference/{room}.md": ROOM.format(room)
     for room in sorted(ROOMS - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
 }
-"""The reference of a room; of arguments and trainers there is more to say, of commands less."""
+"""Path -> text of a reference page. ``arguments`` and ``trainer`` have written pages instead."""
 
 
 # ---- Hooks of mkdocs ----
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Makes the navigation, and the link to the repository."""
+    """Set the navigation, and the link to the repository."""
     seen: set[str] = set()
     config.nav = []
     for title, patterns in NAVIGATION.items():
@@ -94,7 +94,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds the pages, what they show, and the reference."""
+    """Add the pages, their pictures and the reference."""
     patterns = [pattern for section in NAVIGATION.values() for pattern in section]
     for path in matching([*patterns, *LINKED]):
         if path.endswith(".ipynb"):
@@ -107,7 +107,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Takes comments away, and leads links to files that are not of the site to the repository."""
+    """Take comments away, and leads links to files that are not of the site to the repository."""
     source = page.file.src_uri
     if any(Path(source).match(pattern) for pattern in LINKED):
         page.meta.setdefault("search", {})["exclude"] = True
@@ -124,7 +124,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns formulas into MathML, which a browser shows without a script."""
+    """Replace formulas by MathML, which browsers show without a script."""
 
     def mathml(found: re.Match[str]) -> str:
         display = "block" if found["tag"] == "div" else "inline"
@@ -134,28 +134,28 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def on_post_page(output: str, page: Page | None, config: MkDocsConfig) -> str:
-    """Stops the theme's script from requesting stars and forks from GitHub on every visit."""
+    """Stop the theme's script from requesting stars and forks from GitHub on every visit."""
     return output.replace(' data-md-component="source"', "")
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
-    """Does the same on pages of the theme, such as 404.html."""
+    """Do the same on pages of the theme, such as 404.html."""
     return on_post_page(output_content, None, config)
 
 
-# ---- Pages that are made ----
+# ---- Generated pages ----
 
 
 def matching(patterns: list[str]) -> list[str]:
-    """Returns the paths of files, from the root of the repository, each of them once."""
-    found = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)))
-    return list(dict.fromkeys(path.relative_to(ROOT).as_posix() for path in found))
+    """Return the distinct paths of matching files, relative to the root of the repository."""
+    paths = (path for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+    return list(dict.fromkeys(path.relative_to(ROOT).as_posix() for path in paths))
 
 
 def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
-    """Adds a notebook as a page, and its pictures; it is not run."""
+    """Add a notebook as a page, with its pictures, without running it."""
     name = path.removesuffix(".ipynb")
-    # Names of pictures begin with that of the notebook: several lie in one folder.
+    # Names of pictures begin with the name of their notebook, as a folder has several notebooks.
     resources = {"unique_key": posixpath.basename(name), "output_files_dir": ""}
     notebook = nbformat.read(ROOT / path, as_version=4)
     notebook.metadata["language_info"] = {"name": "python"}  # of the code's fences
@@ -167,7 +167,7 @@ def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
 
 
 def options() -> str:
-    """Return a section for each option of the package: a field's ``help`` is its only text."""
+    """Return a section with the help text, the short name and the default of each option."""
     hints: dict[str, Any] = get_type_hints(DPGrapeArguments, include_extras=True)
     parts = []
     for field in fields(DPGrapeArguments):

@@ -1,4 +1,4 @@
-"""Links of a page, as they are where the page is shown without the repository around it."""
+"""Rewrite the links of a page that is shown outside of the repository."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PARTS = re.compile(
 
 
 def repository() -> str:
-    """Returns the address of the repository, which setup.cfg has."""
+    """Return the address of the repository, from setup.cfg."""
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     return config["metadata"]["url"]
 
 
 def with_links(text: str, link: Callable[[str], str]) -> str:
-    """Returns the text of a page without comments, with each relative link as ``link`` has it.
+    """Return the text of a page without comments, with each relative link replaced by ``link``.
 
-    Of ``[a][b]``, which no page means as a link, the second bracket is escaped.
+    In ``[a][b]``, the second bracket is escaped, because no page uses such links.
     """
 
     def part(found: re.Match[str]) -> str:
@@ -43,7 +43,7 @@ def with_links(text: str, link: Callable[[str], str]) -> str:
 
 
 def in_repository(target: str, page: str) -> str:
-    """Returns the address in the repository of what a page links.
+    """Return the address in the repository of the target of a link.
 
     Args:
         target: a link relative to the page, which may end with an anchor.

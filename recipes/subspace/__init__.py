@@ -1,1 +1,1 @@
-"""How much of the gradients is left in few input directions."""
+"""Measure the share of the gradients in a low-dimensional subspace of input directions."""

@@ -1,19 +1,21 @@
-"""The share of per-sample gradient energy that r input directions keep, for several P.
+"""Measure the share of per-sample gradient energy that r input directions keep, for several P.
 
     python -m recipes.subspace --model_name_or_path FacebookAI/roberta-large \\
         --dataset_path CogComp/trec --label_column coarse_label --output_dir runs/subspace
 
-For every projected layer of a model: how much of its per-sample gradients lies in the first 4, 16
-and 64 principal directions of what the layer is given when the model reads synthetic inputs (as
-``projection="principal"`` does), public data or the data themselves, in as many singular vectors of
-the weights, and in as many random directions; and the most that any P of that rank could keep.
+The recipe compares P of rank 4, 16 and 64 for every projected layer of a model:
+
+* principal directions of the layer's input activations, on synthetic inputs (as
+  ``projection="principal"``), on public data, or on the data themselves;
+* singular vectors of the weights, and random directions;
+* the best P of this rank, as a bound.
 
 Tasks: ``classification`` of texts, with a new head; ``mean``, the same with the head on the mean
-over positions, for sentence encoders; ``causal_lm``, a text's own tokens; ``images``, with a new
-head. One pass over the gradients, which are formed for every sample, and an n x n matrix for each
-layer: all-MiniLM-L6-v2 takes two minutes of one processor, SmolLM2-135M ten.
+over positions, for sentence encoders; ``causal_lm``, the tokens of a text; ``images``, with a new
+head. The recipe computes the full gradient of every sample once, and stores an n x n matrix for
+each layer. all-MiniLM-L6-v2 takes two minutes of one processor, SmolLM2-135M ten.
 
-What it writes are functions of the data without noise: for data that may be seen.
+The results are functions of the data without noise. Use only public data.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ Examples = Sequence[tuple[Any, int]]
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Measures, writes the record beside those of the folder, and draws all of them."""
+    """Measure, write the record into the folder, and draw all records of the folder."""
     options = parse(argv)
     set_seed(options.seed)
     record = run(options)
@@ -76,28 +78,28 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--model_name_or_path", required=True, help="a model of transformers")
     add("--task", choices=MODELS, default=CLASSIFICATION)
     add("--dataset_path", required=True, help="as in recipes.paper: a folder, or a name on the Hub")
-    add("--public_dataset", help="likewise: public data of the same form, which P is measured on")
+    add("--public_dataset", help="public data of the same form, on which P is computed")
     add("--split", default="train")
-    add("--text_column", help="default: the first that holds texts")
+    add("--text_column", help="default: the first column of texts")
     add("--label_column", default="label")
-    add("--samples", type=int, default=64, help="whose gradients are measured")
-    add("--batch_size", type=int, default=8, help="how many of them at one time")
-    add("--max_length", type=int, default=128, help="the most tokens of a text")
+    add("--samples", type=int, default=64, help="number of samples")
+    add("--batch_size", type=int, default=8, help="samples in memory at a time")
+    add("--max_length", type=int, default=128, help="largest number of tokens of a text")
     add("--ranks", type=int, nargs="+", default=[4, 16, 64])
-    add("--seed", type=int, default=0, help="of the samples, a new head and the random directions")
+    add("--seed", type=int, default=0, help="seed of samples, new head and random directions")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--output_dir", type=Path, default=Path("runs/subspace"))
     return parser.parse_args(argv)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns what was measured, and where it comes from."""
+    """Return the shares, with settings and provenance."""
     name, start = options.model_name_or_path, time.process_time()
     examples = load(options, options.dataset_path)
     config = AutoConfig.from_pretrained(name)
@@ -137,10 +139,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(options: argparse.Namespace, path: str) -> Examples:
-    """Returns some examples of a data set, drawn at random.
+    """Return random examples of a data set.
 
     Raises:
-        ValueError: if it has no column of texts, or none of labels where they are needed.
+        ValueError: if it has no column of texts, or no column of labels and needs one.
     """
     generator = torch.Generator().manual_seed(options.seed)
     if options.task == IMAGES:
@@ -166,7 +168,7 @@ def load(options: argparse.Namespace, path: str) -> Examples:
 def batches_of(
     examples: Examples, config: Any, tokenizer: Any, options: argparse.Namespace
 ) -> Iterator[Inputs]:
-    """Yields physical batches, with labels, on the device."""
+    """Yield physical batches, with labels, on the device."""
     for start in range(0, len(examples), options.batch_size):
         contents, labels = zip(*examples[start : start + options.batch_size], strict=True)
         if options.task == IMAGES:
@@ -196,7 +198,7 @@ def batches_of(
 
 
 def without_labels(inputs: Inputs) -> Inputs:
-    """Returns what a model reads."""
+    """Return the inputs without labels."""
     return {name: value for name, value in inputs.items() if name != "labels"}
 
 

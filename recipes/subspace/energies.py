@@ -1,10 +1,10 @@
-"""The share of per-sample gradient energy that r input directions of a layer keep.
+"""Compute the share of per-sample gradient energy that r input directions of a layer keep.
 
-With the per-sample gradients G_i of a linear layer and a P with orthonormal columns the share is
-``sum_i |G_i P|^2 / sum_i |G_i|^2 = tr(P^T A P) / tr(A)``, where ``A = sum_i G_i^T G_i``. One pass
-over the gradients thus measures every P, and of all P the first eigenvectors of A keep most.
+For per-sample gradients G_i of a linear layer and a P with orthonormal columns, the share is
+``sum_i |G_i P|^2 / sum_i |G_i|^2 = tr(P^T A P) / tr(A)``, where ``A = sum_i G_i^T G_i``. So one
+pass over the gradients is enough for every P. The first eigenvectors of A keep the largest share.
 
-Shapes: B samples in a batch, m x n the weight with n numbers given to the layer, r rank.
+Shapes: B samples in a batch, m x n the weight with n input features, r rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dp_grape_hf.projections import (
 )
 
 Matrices = dict[str, Tensor]
-"""One of each projected weight, by its name."""
+"""Name of a projected weight -> matrix."""
 
 SYNTHETIC, PUBLIC, DATA = "synthetic", "public", "data"
 GRADIENTS, WEIGHTS, RANDOM = "gradients", "weights", "random"
@@ -45,11 +45,11 @@ SOURCES = {
     WEIGHTS: "singular vectors of the weights",
     RANDOM: "random",
 }
-"""What P is made of, and how tables call it."""
+"""Source of P -> its name in tables."""
 
 
 def projected_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the weights that are projected by default, and freezes all other parameters."""
+    """Return the weights that are projected by default, and freeze all other parameters."""
     trainable = dict(model.named_parameters())
     targets = projection_targets(model, trainable)
     for name, parameter in trainable.items():
@@ -60,12 +60,12 @@ def projected_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 def gradient_moments(
     model: nn.Module, batches: Iterable[Inputs], loss: LossFunction | None = None
 ) -> Matrices:
-    """Returns ``A = sum_i G_i^T G_i``, (n, n) float32, of each weight that is trained.
+    """Return ``A = sum_i G_i^T G_i``, (n, n) float32, of each trainable weight.
 
     Args:
-        model: whose trainable parameters are weights of linear layers; dropout is off.
-        batches: inputs with labels, on its device.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+        model: a model whose trainable parameters are weights of linear layers; dropout is off.
+        batches: inputs with labels, on the model's device.
+        loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
     """
     dimensions, moments = feature_dimensions(model), Matrices()
     engine = make_engine("layerwise", model, loss, grad_sample_mode=GradSampleMode.MATERIALISE)
@@ -86,16 +86,16 @@ def _features_last(weight: Tensor, dimension: int) -> Tensor:
 
 
 def energies(moment: Tensor, directions: Tensor) -> tuple[float, float]:
-    """Returns ``tr(P^T A P)`` and ``tr(A)``, of A (n, n) and P (n, r)."""
+    """Return ``tr(P^T A P)`` and ``tr(A)`` for A (n, n) and P (n, r)."""
     kept = (directions * (moment @ directions)).double().sum()
     return float(kept), float(moment.diagonal().double().sum())
 
 
-# ---- Where P comes from ----
+# ---- Sources of P ----
 
 
 def weight_directions(weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> Matrices:
-    """Returns the first right singular vectors of weights (m, n): (n, r), or fewer if m < r."""
+    """Return the first right singular vectors of weights (m, n): (n, r), or fewer if m < r."""
     return {
         name: torch.linalg.svd(weights[name], full_matrices=False)[2][:rank].T
         for name, rank in ranks.items()
@@ -103,7 +103,7 @@ def weight_directions(weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -
 
 
 def first_eigenvectors(moments: Mapping[str, Tensor], ranks: Mapping[str, int]) -> Matrices:
-    """Returns the first eigenvectors of A, (n, r): no P of this rank keeps more."""
+    """Return the first eigenvectors of A, (n, r): no P of this rank keeps more."""
     return {
         name: torch.linalg.eigh(moments[name])[1].flip(1)[:, :rank] for name, rank in ranks.items()
     }
@@ -112,7 +112,7 @@ def first_eigenvectors(moments: Mapping[str, Tensor], ranks: Mapping[str, int]) 
 def random_directions(
     weights: Mapping[str, Tensor], ranks: Mapping[str, int], seed: int
 ) -> Matrices:
-    """Returns random orthonormal columns, (n, r)."""
+    """Return random orthonormal columns, (n, r)."""
     found, generator = Matrices(), torch.Generator().manual_seed(seed)
     for name, rank in ranks.items():
         normal = torch.randn(weights[name].shape[1], rank, generator=generator)
@@ -128,16 +128,16 @@ def measure(
     seed: int = 0,
     loss: LossFunction | None = None,
 ) -> dict[str, Any]:
-    """Returns the shares by what P is made of and by r, and of how many layers they are.
+    """Return the shares by source of P and by r, and the number of layers of each r.
 
     Args:
-        model: of transformers; its parameters are frozen but for the projected weights.
-        data: batches with labels, whose per-sample gradients are measured.
-        ranks: the values of r; a layer that is given no more than r numbers has no share. P is made
-            for the largest, and its first columns are taken for the others.
-        inputs: what P is made of -> batches without labels, which the layers are run on.
-        seed: of the random directions, and of the first block of principal ones.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
+        model: a model of transformers. All parameters but the projected weights are frozen.
+        data: batches with labels, for the per-sample gradients.
+        ranks: the values of r. A layer with at most r input features has no share. P is computed
+            for the largest r, and its first columns are used for the others.
+        inputs: source of P -> batches without labels, for the layers' input activations.
+        seed: seed of the random directions, and of the start of the principal directions.
+        loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
     """
     dimensions = feature_dimensions(model)
     weights = {
@@ -180,10 +180,10 @@ def measure(
 
 
 def summary(layers: Iterable[tuple[float, float]]) -> dict[str, float]:
-    """Returns the share of all layers together, the median over them, the least and the most.
+    """Return the share of all layers together, and the median, minimum and maximum over layers.
 
     Args:
-        layers: of each, the energy that is kept, and all of it.
+        layers: for each layer, the energy that is kept and the total energy.
     """
     kept, whole = zip(*layers, strict=True)
     values = [one / other for one, other in zip(kept, whole, strict=True)]

@@ -1,4 +1,4 @@
-"""What was measured as a table and as a figure."""
+"""Render the measured shares as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Record = Mapping[str, Any]
 
 
 def read_results(folder: Path) -> list[Record]:
-    """Return what the files of a folder hold, by model and data."""
+    """Return the records in the files of a folder, sorted by model and data."""
     paths = sorted(folder.glob("*.json"), key=lambda path: path.name.lower())
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
 def as_markdown(records: Sequence[Record]) -> str:
-    """Returns a table: all layers together, and in brackets the median, the least and the most."""
+    """Return a table: all layers together, and in brackets median, minimum and maximum."""
     records = sorted(records, key=lambda record: _title(record).lower())
     ranks = sorted({int(rank) for record in records for rank in record["layers"]})
     return table(
@@ -48,7 +48,7 @@ def _cell(share: Mapping[str, float] | None) -> str:
 
 
 def draw(records: Sequence[Record]) -> Figure:
-    """Returns the shares of all layers together against r, a panel for each model and data."""
+    """Return a plot of the shares of all layers together against r, a panel for each record."""
     panels = Panels(
         [_title(record) for record in records], "Per-sample gradient energy that P keeps"
     )
