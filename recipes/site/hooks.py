@@ -21,6 +21,7 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
 TOPICS = (
@@ -69,7 +70,7 @@ ROOMS = {path.parent.name for path in ROOT.glob("dp_grape_hf/*/README.md")}
 REFERENCE = {
     f"reference/{room}.md": ROOM.format(room)
     for room in sorted(ROOMS - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
-}
+} | {"reference/messages.md": messages.page()}
 """Path -> text of a reference page. ``arguments`` and ``trainer`` have written pages instead."""
 
 

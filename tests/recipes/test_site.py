@@ -13,6 +13,7 @@ import pytest
 
 import dp_grape_hf
 from dp_grape_hf import DPGrapeTrainingArguments
+from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
 CODE = {"code", "pre", "script", "style"}
@@ -201,3 +202,25 @@ def test_a_file_and_a_folder_have_an_address_in_the_repository() -> None:
     assert drawing == f"{base}/raw/main/recipes/guide/method.svg?sanitize=true"
     with pytest.raises(FileNotFoundError, match="there is no recipes/subspace/nothing"):
         in_repository("nothing", page)
+
+
+def test_the_page_of_messages_lists_errors_and_warnings(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "raise PrivacyError(f'{size=} is larger than ' + f'{limit} rows. Lower it.')\n"
+        "require(done, 'the run is not done. Train first.')\n"
+        "logger.warning('%d of the steps are %.4g apart', 1, 2)\n"
+        "raise PrivacyError(f'{error}')\nraise ValueError('this is not a message')\n"
+    )
+    assert list(messages.messages(module)) == [
+        "size=… is larger than … rows. Lower it.",
+        "the run is not done. Train first.",
+        "… of the steps are … apart",
+    ]
+    page = messages.page()
+    for text in (
+        "## ledger\n",
+        "target_delta=None: epsilon has no meaning",
+        "save_steps=… is not a",
+    ):
+        assert text in page
