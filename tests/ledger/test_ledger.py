@@ -204,7 +204,7 @@ def test_a_torn_line_counts_as_a_release(saved: bool, tmp_path: Path) -> None:
     path.write_bytes(whole[:before])
     assert Ledger.load(path).steps == 3
     path.write_bytes(whole[: before + 20] + b"?")
-    with pytest.raises(PrivacyError, match="neither whole nor the beginning"):
+    with pytest.raises(PrivacyError, match="neither complete nor the beginning"):
         Ledger.load(path)
 
 
@@ -631,7 +631,7 @@ def test_a_run_stops_when_another_writes_where_it_did(how: str, run: tuple[Path,
         else ledger_of(steps, path=run[0])
         for steps in (1, 5)
     )
-    with pytest.raises(PrivacyError, match="not as this run wrote it last"):
+    with pytest.raises(PrivacyError, match="since this run last wrote it"):
         one.record()
     another.record()
     assert Ledger.load(run[0]) == _unplaced(another)

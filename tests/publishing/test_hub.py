@@ -435,7 +435,7 @@ def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
     hub.faults.append(Fault(method, pattern, times=10**6))
     with pytest.raises((RuntimeError, HTTPError)) as error:
         push(copy, tmp_path)
-    assert f"Nothing of this push is visible in {REPO}" in messages_of(error.value)
+    assert f"{REPO} shows no file of this push" in messages_of(error.value)
     assert "push again" in messages_of(error.value)
     assert hub.files(REPO) == before
     assert not list(tmp_path.glob(".publishing-*"))
