@@ -173,7 +173,7 @@ def test_a_script_without_a_trainer_by_name_is_said_to_be_one(
     assert "by dp_grape_hf.DPGrapeTrainer" in said
 
 
-@pytest.mark.parametrize(("text", "reason"), [(None, "does not exist"), ("x = (", "line 1, is no")])
+@pytest.mark.parametrize(("text", "reason"), [(None, "does not exist"), ("x = (", "line 1, has a")])
 def test_a_script_that_cannot_be_read_is_an_error(
     text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
