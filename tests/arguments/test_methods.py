@@ -153,7 +153,7 @@ print("made")
 
 
 def test_a_method_of_the_package_cannot_be_replaced() -> None:
-    with pytest.raises(PrivacyError, match="this name belongs to DP-Adam"):
+    with pytest.raises(PrivacyError, match="this name already belongs to DP-Adam"):
         register_method("dp_adam", METHODS["dp_sgd"])
     register_method("dp_adam", METHODS["dp_adam"])
     assert METHODS["dp_adam"].title == "DP-Adam"
@@ -324,7 +324,10 @@ def test_an_empty_draw_releases_noise(
         ({"method": "dp_garpe"}, "method='dp_garpe' must be one of"),
         ({"method": "dp_adam", "projection": "gaussian"}, r"projection='gaussian' must be one of"),
         ({"method": "dp_grape", "projection": "svd"}, "projection='svd' must be one of"),
-        ({"method": "dp_adam", "optim_target_modules": "body"}, "optim_target_modules='body' is"),
+        (
+            {"method": "dp_adam", "optim_target_modules": "body"},
+            "optim_target_modules='body' has no effect",
+        ),
         ({"method": "adam", "noise_multiplier": None, "target_epsilon": 4.0}, "target_epsilon=4.0"),
         ({"method": "galore", "noise_multiplier": 1.0}, "noise_multiplier=1.0 contradicts"),
         ({"method": "adam", "noise_multiplier": None, "max_grad_norm": 0.5}, "max_grad_norm=0.5"),
@@ -338,17 +341,17 @@ def test_an_empty_draw_releases_noise(
         *(
             (
                 {"method": method, "gradient_factors": {"head": 2}},
-                f"is about gradients that are clipped, and method='{method}' makes none",
+                f"acts on gradients that are clipped, and method='{method}' has none",
             )
             for method in ("dp_zo", "adam")
         ),
         ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
         ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
-        ({"privacy_unit_column": "example"}, "a column other than 'example'"),
+        ({"privacy_unit_column": "example"}, "the ledger uses 'example'"),
         ({"privacy_unit_column": "id", "method": "adam"}, "is not private"),
         ({"privacy_unit_column": "id", "expected_batch_size": None}, "the batch size counts units"),
-        ({"method": "dpzero", "grad_sample_mode": "ghost"}, "'dpzero' does not compute"),
+        ({"method": "dpzero", "grad_sample_mode": "ghost"}, "'dpzero' computes no"),
         ({"engine": "functorch", "grad_sample_mode": "ghost"}, "not a mode of engine='functorch'"),
         ({"engine": "functorch", "torch_compile": True}, "engine='functorch' runs the model"),
         ({"grad_sample_mode": "ghost", "torch_compile": True}, "two backward passes"),

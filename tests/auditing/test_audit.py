@@ -137,7 +137,7 @@ def test_the_bound_holds_for_a_gaussian_mechanism_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"correct": 11}, "correct=11, guesses=10 and canaries=20 must not fall"),
+        ({"correct": 11}, "correct=11, guesses=10 and canaries=20 must satisfy"),
         ({"guesses": 21}, "guesses=21 and canaries=20"),
         ({"correct": 0, "guesses": 0}, "at least one guess"),
         ({"delta": 1.0}, "delta=1.0 must lie in"),

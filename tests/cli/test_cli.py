@@ -311,7 +311,7 @@ def test_memory_says_which_batch_fits(config: str, capsys: pytest.CaptureFixture
     ("more", "message"),
     [
         ("--seq_len 41", "seq_len=41"),
-        ("--gpu_memory 1", "gpu_memory=1 leaves no room"),
+        ("--gpu_memory 1", "gpu_memory=1 leaves no memory"),
         ("--batch_size 0", "0 must be at least 1"),
         ("--head image-classification", "makes no AutoModelForImageClassification"),
         ("--methods sgd", "method='sgd'"),

@@ -379,7 +379,7 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
         refused.train()
     text = str(refusal.value)
     assert text.startswith(f"output_dir={str(first)!r} belongs to another run, which {live}")
-    assert "in 4 releases. Go on with it by train(resume_from_checkpoint=...), or give" in text
+    assert "in 4 releases. Resume that run by train(resume_from_checkpoint=...), or give" in text
     assert live.read_text() == before
     answers = {"earlier_ledger": str(live), "earlier_data": "same"}
     assert all(f"{name}={value!r}" in text for name, value in answers.items())

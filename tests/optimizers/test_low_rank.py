@@ -474,7 +474,7 @@ def test_updates_that_were_not_merged_are_not_dropped_silently() -> None:
     model = small_model()
     _, optimizer, updates = updated(model)
     plain = ProjectedAdam(small_model(torch.float32).parameters())
-    with pytest.raises(ValueError, match=r"float32 now. Resume in the type"):
+    with pytest.raises(ValueError, match=r"float32 now. Resume with weights"):
         plain.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     updates.merge_()
     plain = ProjectedAdam(small_model(torch.float32).parameters())

@@ -230,8 +230,8 @@ def test_private_gradients_are_left_as_they_were() -> None:
     ("options", "message"),
     [
         ({"rule": "lion"}, "rule='lion' is not known"),
-        ({"rule": "sgd", "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) is no setting"),
-        ({"rule": "momentum", "eps": 1e-8}, "eps=1e-08 is no setting"),
+        ({"rule": "sgd", "betas": (0.9, 0.99)}, r"betas=\(0.9, 0.99\) is not a setting"),
+        ({"rule": "momentum", "eps": 1e-8}, "eps=1e-08 is not a setting"),
         ({"rule": "momentum", "momentum": 1.0}, "momentum=1.0 is out of range"),
         ({"rule": "sgd", "lr": -1.0}, r"lr=-1.0 is out of range"),
         ({"lr": math.nan}, "lr=nan is out of range"),
