@@ -388,7 +388,7 @@ def test_where_pld_cannot_answer_rdp_does_and_says_so(
 ) -> None:
     assert epsilon_of.__wrapped__(*mechanism, "pld") == epsilon_of(*mechanism, "rdp") < math.inf
     (message,) = caplog.messages
-    assert re.search(rf"cannot be bounded here by pld \({reason}", message)
+    assert re.search(rf"pld cannot bound epsilon here \({reason}", message)
     assert "using rdp instead" in message
 
 

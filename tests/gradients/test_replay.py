@@ -242,7 +242,7 @@ def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("frozen", "found"),
     [
-        (True, r"body\.weight is in the optimizer and not trainable.*Unfreeze it"),
+        (True, r"body\.weight is in the optimizer but not trainable.*Unfreeze it"),
         (False, r"body\.weight is trainable and not in the optimizer.*Freeze it"),
     ],
     ids=["frozen", "unfrozen"],
@@ -268,7 +268,7 @@ def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_ma
 def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(PrivacyError, match="A tensor that is none of the model's is in the"):
+    with pytest.raises(PrivacyError, match="A tensor that is not in the model is in the"):
         require_each_once(optimizer, model, dict(model.named_parameters()))
 
 

@@ -152,12 +152,12 @@ def test_half_a_line_of_a_crash_is_ignored_and_its_run_made_again(
     (left / "result.json").write_text("of the run that crashed")
     last = runs.commands[-1]
     runs.commands.clear()
-    with pytest.warns(UserWarning, match=r"runs\.jsonl ends in half a line"):
+    with pytest.warns(UserWarning, match=r"runs\.jsonl ends with an incomplete line"):
         assert run(tmp_path) == 0
     assert [command["seed"] for command in runs.commands] == [last["seed"]]
     assert path.read_text() == whole
     path.write_text(whole.replace("{", "", 1))
-    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is no JSON"):
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is not JSON"):
         run(tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
     stopped.train()
     resumed = _trainer(tmp_path, cls=RecordingTrainer, **SAVING)
     resumed.train(resume_from_checkpoint=True)
-    assert "of the 19 steps that are missing can be made" in caplog.text
+    assert "of the 19 remaining steps" in caplog.text
     bands = len(resumed.plan.mechanism.bands)
     assert 5 % bands, "or nothing is lost"
     whole = math.ceil(24 / bands)

@@ -285,7 +285,7 @@ def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:
     try:
         model = TinyForSequenceClassification()
         fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises(PrivacyError, match=r"body\.weight is spread over processes"):
+        with pytest.raises(PrivacyError, match=r"body\.weight is sharded over processes"):
             make_trainer(tmp_path, model=model)
     finally:
         dist.destroy_process_group()
