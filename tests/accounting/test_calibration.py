@@ -416,7 +416,7 @@ def test_a_failing_prv_is_replaced_with_a_notice(
     assert curve.accountant == "pld"
     (record,) = caplog.records  # one notice for the whole curve
     assert record.levelno == logging.WARNING
-    assert f"by prv ({type(error).__name__}" in record.getMessage()
+    assert f"prv cannot bound epsilon here ({type(error).__name__}" in record.getMessage()
     assert "using pld instead" in record.getMessage()
 
 
