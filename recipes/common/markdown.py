@@ -45,7 +45,7 @@ def beside(paper: Sequence[str], ours: Sequence[str]) -> list[str]:
 
 
 def difference(paper: Any, ours: Score | None) -> str:
-    """Returns how far our mean is above the paper's, in brackets; nothing if one is missing."""
+    """Return how far our mean is above the paper's, in brackets; nothing if one is missing."""
     value = paper[0] if isinstance(paper, list) else paper
     if ours is None or not isinstance(value, (int, float)):
         return BLANK

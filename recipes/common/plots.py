@@ -77,7 +77,7 @@ class Panels:
         panel.axhline(height, label=label, **style)
 
     def mark(self, panel: Axes, text: str) -> None:
-        """Writes a word across a panel, behind its lines."""
+        """Write a word across a panel, behind its lines."""
         place = {"transform": panel.transAxes, "ha": "center", "va": "center", "rotation": 25}
         panel.text(0.5, 0.5, text, fontsize=26, color="grey", alpha=0.45, zorder=0, **place)
 
