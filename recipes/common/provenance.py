@@ -94,8 +94,8 @@ def with_adapter(
     """Return the model, with a LoRA adapter if the method trains an adapter.
 
     OPT and RoBERTa get the adapter of MeZO (Malladi et al. 2023, Appendix D), which the paper's
-    LoRA results use: on queries and values, with an alpha of 2 r. Other models get an adapter on all
-    linear layers, with an alpha of r.
+    LoRA results use: on queries and values, with an alpha of 2 r. Other models get an adapter on
+    all linear layers, with an alpha of r.
 
     Args:
         model: a pretrained model of transformers.
