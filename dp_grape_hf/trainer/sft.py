@@ -43,9 +43,9 @@ class TRLArguments(DPGrapeArguments):
     """``DPGrapeArguments`` in front of a config of TRL, which can be made on any machine."""
 
     def __post_init__(self) -> None:
-        """Leaves bfloat16 off, unless it is asked for, where no GPU has it: TRL's default is on."""
+        """Leave bfloat16 off on CPUs, unless it is asked for: TRL's default is on."""
         here: Any = self
-        if here.bf16 is None and not here.use_cpu and not is_torch_bf16_gpu_available():
+        if here.bf16 is None and (here.use_cpu or not is_torch_bf16_gpu_available()):
             here.bf16 = False
         super().__post_init__()
 
