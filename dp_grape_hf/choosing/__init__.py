@@ -1,4 +1,4 @@
-"""What a user need not say: batch and steps, what is trained, where a new head reads, and rates.
+"""Choices that a user need not make: batch, steps, trained layers, the input of a new head, rates.
 
 All of it follows from N, epsilon, delta, passes over the data, the model and inputs that are
 nobody's: no example has a say, so none of it costs privacy. The measure behind the rates is that

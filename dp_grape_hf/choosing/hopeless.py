@@ -1,4 +1,4 @@
-"""What is said of settings that cannot work, before the first step."""
+"""Warnings about settings that cannot work, before the first step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def objections(rates: Rates, *, chosen: bool) -> list[str]:
     """Returns what is wrong with rates, each with a number and what would help.
 
     Args:
-        rates: and what the noise of the run does at them.
+        rates: with the effect of the noise of the run at each.
         chosen: whether they were chosen here.
     """
     found = []

@@ -1,4 +1,4 @@
-"""Which parts of a model are trained, and where a new head reads."""
+"""The parts of a model that are trained, and the input of a new head."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def train_matrices_only(model: Any, output: str) -> list[str]:
         output: name of the layer that logits come from.
 
     Returns:
-        The names of what was frozen.
+        The names of the frozen parameters.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     vocabulary = output_embeddings(model)

@@ -47,7 +47,7 @@ _HEAD_STEP = 25.0
 
 
 class Output(NamedTuple):
-    """What a head puts out, and the standard deviation of what noise alone is to add to it."""
+    """The kind of output of a head, and the standard deviation that noise alone may add to it."""
 
     name: str
     noise: float
@@ -114,7 +114,7 @@ def push_of_signal(
 
 
 class Group(NamedTuple):
-    """What is known of some parameters before a run."""
+    """The properties of some parameters before a run."""
 
     name: str
     parameters: tuple[str, ...]
@@ -130,7 +130,7 @@ class Group(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Rates by parameter name, and what the noise of the run does at these."""
+    """Learning rates by parameter name, and the effect of the noise of the run at these rates."""
 
     by_name: dict[str, float]
     body: Group | None
@@ -161,7 +161,7 @@ def _group(content: Mapping[str, Any] | None) -> Group | None:
 
 
 class Noise(NamedTuple):
-    """What a run will add to one parameter, and where."""
+    """The noise that a run will add to one parameter."""
 
     parameter: nn.Parameter
     std: float  # of the noise in each number of a release

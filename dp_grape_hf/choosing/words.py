@@ -1,4 +1,4 @@
-"""What was chosen, in words."""
+"""The choices of a run, in words."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def tabulated(
     schedule: str,
     notes: Iterable[str] = (),
 ) -> str:
-    """Returns tables of a run that is to begin: its numbers, and what is trained at which rate.
+    """Returns tables of a run that is to begin: its numbers, its trained parts and their rates.
 
     Args:
-        rates: and what the noise of the run does at these.
+        rates: with the effect of the noise of the run at each.
         mechanism: of the run.
         steps: T.
         rule: that makes moves of releases.

@@ -1,4 +1,4 @@
-"""Which dimension of a weight is projected, and by how many columns.
+"""The dimension of a weight that is projected, and the number of columns of P.
 
 A weight of shape m x n is projected along one of its dimensions, of d numbers: a P of shape d x r
 takes its place by r. Of a random P that is the smaller dimension (of a square weight the one of the
@@ -20,14 +20,14 @@ _MOST_LISTED = 20  # names in an error message
 
 
 class Side(Enum):
-    """Which side of a gradient G (m x n) meets P."""
+    """The side of a gradient G (m x n) that P multiplies."""
 
     LEFT = "left"  # P^T G, (r, n): rows are projected
     RIGHT = "right"  # G P, (m, r): columns are projected
 
 
 class Placement(NamedTuple):
-    """Where the P of one weight acts, and its shape (rows, rank)."""
+    """The side on which the P of one weight acts, and its shape (rows, rank)."""
 
     side: Side
     rows: int

@@ -1,4 +1,4 @@
-"""The principal directions of what layers are given, measured on inputs that are not the data.
+"""Principal directions of the inputs of layers, measured on inputs that are not the training data.
 
 The gradient of a linear layer for one example is ``rows^T cols``, the gradients of its outputs and
 its inputs, so its rows lie in the span of the inputs. These fill few directions, which hardly
@@ -148,7 +148,7 @@ def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
 
 
 class _Sharing:
-    """Which blocks stand for others, because their layers are given the same tensor.
+    """The blocks that stand for others, because their layers read the same tensor.
 
     That is decided when a layer runs for the first time.
     """
@@ -196,7 +196,7 @@ def _reader(
 
 
 class _Block:
-    """A block of directions of one layer, and what the second moment does to it."""
+    """A block of directions of one layer, and its product with the second moment."""
 
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
         self.rank, self._device = rank, device

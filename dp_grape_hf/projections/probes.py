@@ -125,7 +125,7 @@ def chooses(model: Any) -> bool:
 
 
 class _Words:
-    """Which tokens there are, and what a sentence begins and ends with."""
+    """The tokens of a vocabulary, and the first and last tokens of a sentence."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
         own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -1,7 +1,7 @@
 """The public random numbers: of projections, and of rounding at random.
 
 Each stream starts from a hash of the run's public seed and of what it is for, so all ranks draw the
-same, and so does a resumed run. What must be secret has its streams in ``mechanism.streams``.
+same, and so does a resumed run. Streams that must be secret are in ``mechanism.streams``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def rounding_generator(
     """Returns the public generator that the coins of one rounding are drawn from.
 
     It depends on its arguments alone, so all ranks round their copies of a weight alike, and so
-    does a run that is resumed. What is rounded is private already: the coins protect nothing.
+    does a run that is resumed. The rounded numbers are private already: the coins protect nothing.
 
     Args:
         seed: A public seed of the run.

@@ -1,4 +1,4 @@
-"""Which weights of a model are projected: by default, or as patterns say."""
+"""The weights of a model that are projected: by default, or by patterns of names."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def described(dataset: Any) -> str:
 def _looked_at(dataset: Any, index: int) -> tuple[str, dict[str, Any]]:
     """Says of what form an example is, and returns the sizes in it, which are only compared.
 
-    What a data set says when it fails may hold values.
+    The error of a data set may hold values.
     """
     try:
         example = dataset[index]

@@ -1,4 +1,4 @@
-"""What happens around steps and runs: epsilon in the progress bar, stopping in time."""
+"""Callbacks around steps and runs: epsilon in the progress bar, stopping in time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UPDATES_OF_EPSILON = 40  # in the progress bar, per run: one takes the accountan
 
 
 class Withheld(float):
-    """What is "withheld" wherever it is written."""
+    """A number that is written as "withheld"."""
 
     def __repr__(self) -> str:
         return "withheld"
@@ -182,7 +182,7 @@ class WarnOfDivergence(TrainerCallback):
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer; behind it, epsilon spent, and signal beside noise.
+    """The progress bar of the Trainer, followed by the spent epsilon, the signal and the noise.
 
     Args:
         privacy_spent: returns what was.
@@ -204,7 +204,7 @@ class PrivacyProgress(ProgressCallback):
             bar.write(text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keeps signal and noise as they were logged."""
+        """Keep the logged signal and noise."""
         if logs and "noise" in logs:
             groups = [g for g in ("_head", "_body") if f"noise{g}" in logs] or [""]
             shown = {g: logs[f"signal{g}"] for g in groups if f"signal{g}" in logs}

@@ -1,4 +1,4 @@
-"""Which checkpoints can be resumed from, and what to do where one could not be saved."""
+"""Checkpoints that can be resumed from, and the way out where one could not be saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run chooses where no learning rate is given: parts of the model, and rates.
+"""The choices of a run without a learning rate: parts of the model, and rates.
 
 ``dp_grape_hf.choosing`` has the rules; here the parts of a run are put into them. All of it follows
 from inputs that are no example's, and from the noise of the run.
@@ -326,7 +326,7 @@ def _measured(
     inputs: Batches,
     own: _Setting,
 ) -> Rates:
-    """Measures rates. Nothing else may have a say in them than what is given here."""
+    """Measures rates. They may depend on nothing but the arguments."""
     output = _output_layer(model, inputs)[:2] if own.runs else None
     walks = {
         s: walk_of_noise(own.rule, own.settings, s, own.schedule, own.bands)

@@ -1,4 +1,4 @@
-"""What is tried on the data collator before the first release: whether it can do its work alone.
+"""Trials of the data collator before the first release: it must collate each example alone.
 
 It is given one example at a time (``mechanism.collation``), so that nothing it does can make one
 example depend on another. A collator that was made to do more, as mixup is, would then do something
@@ -76,7 +76,7 @@ def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
 def refuse_other_rows(own_rows: RowCollator, examples: Sequence[Any]) -> None:
     """Refuses a collator whose row of an example is another one, but for padding, among others.
 
-    What it draws at random is not compared.
+    Its random numbers are not compared.
 
     Args:
         own_rows: collates an example by itself.

@@ -1,4 +1,4 @@
-"""The data of a private run: its loader, what is public, and what must not be evaluated on."""
+"""The data of a private run: its loader, public data, and rows that must not be evaluated on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher, and a scheduler set by hand, would do to the guarantee."""
+"""Launchers and schedulers that would break the guarantee."""
 
 from __future__ import annotations
 

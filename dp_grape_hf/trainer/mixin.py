@@ -293,7 +293,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return self._parts.clipped_apart
 
     def _make_plan(self) -> None:
-        """Makes the plan of a run with the parts as they are now, which may choose a batch size."""
+        """Make the plan of a run with the present parts, which may choose a batch size."""
         public = self._public_dataset
         public = None if public is None else description(public)
         earlier = find_earlier(self.model, self.args)
@@ -329,7 +329,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self._make_plan()
 
     def _make_ready(self) -> None:
-        """Makes the parts of a run for the model as it is now, and chooses rates.
+        """Make the parts of a run for the present model, and choose rates.
 
         Anew: ``model_init`` may have made another, and parameters may have been frozen since.
         """
@@ -340,12 +340,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._choose_rates()
 
     def _make_run(self) -> Run:
-        """Makes the parts of a run for the model as it is, which refuses what does not fit."""
+        """Make the parts of a run for the model, which refuses a model that does not fit."""
         inputs, apart = self._public_inputs(), self._clipped_apart
         return Run(self.args, self.model, self._loss(), self.observer, inputs, apart)
 
     def _loss(self) -> LossFunction | None:
-        """Returns the loss that is asked for; None for that of the model's head."""
+        """Return the loss that was passed; None if the loss of the model's head is used."""
         loss: LossFunction | None = self._loss_of_host()
         own = not is_hosts(type(self).compute_loss)
         user = self._user_loss
@@ -374,7 +374,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return None
 
     def _loss_of_host(self) -> ModelLoss | None:
-        """Returns the loss of a host that does not minimise that of the model's head."""
+        """Return the loss of a host that does not minimise the loss of the model's head."""
         return None
 
     def _freeze_unused(self) -> None:
@@ -422,7 +422,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     # ---- What is chosen ----
 
     def suggestion(self) -> str:
-        """Returns tables of the run as it would begin, and what is wrong with it, in words.
+        """Return tables of the run as it would begin, and objections to it, in words.
 
         Rates are chosen, or measured if they are given; nothing is trained. The training data are
         not looked at, only their number. Not where several processes share a model.
@@ -465,7 +465,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     @property
     def _units(self) -> Units | None:
-        """Which examples are one privacy unit; None where each is one. Reads a data set once."""
+        """The examples of each privacy unit; None if each is one. Reads a data set once."""
         dataset = self.train_dataset
         if self.args.privacy_unit_column is None:
             return None
@@ -566,7 +566,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return output._replace(training_loss=WITHHELD) if self.args.private else output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Leaves a run that was resumed when complete as it is; the original makes a step more."""
+        """Make no further step of a complete run that is resumed; the original makes one."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
@@ -604,7 +604,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return prepared
 
     def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
-        """Makes the run ready and opens its ledger; if that is refused, the run stays as it was."""
+        """Make the run ready and open its ledger; if that is refused, the run does not change."""
         before = self.private_run, self.publisher.adapter
         self._make_ready()
         for objection in self._objections():
@@ -675,7 +675,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         require_each_once(run.optimizer, self.model, run.trainable)
 
     def _require_whole_adapter(self, moved: bool) -> None:
-        """Refuses to save an adapter that would miss a part of what was trained.
+        """Refuse to save an adapter that would miss a trained part.
 
         Args:
             moved: Whether the weights were trained before this run.
@@ -930,7 +930,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     @contextmanager
     def _logging(self, prefix: str) -> Iterator[None]:
-        """Has metrics of that prefix logged, as they are of evaluation data."""
+        """Log metrics with that prefix, which are metrics of evaluation data."""
         before = self._prefixes
         self._prefixes = (*before, prefix)
         try:

@@ -205,7 +205,7 @@ def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[A
 
 
 def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
-    """Returns a hash of 64 bits of what a row holds under these names; 0 if that is nothing."""
+    """Returns a hash of 64 bits of the values of a row under these names; 0 if there are none."""
     held = [_canonical(row.get(name)) for name in names]
     found = blake2b(repr(held).encode(), digest_size=8).digest()
     return int.from_bytes(found) if any(held) else 0

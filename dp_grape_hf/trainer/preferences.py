@@ -62,7 +62,7 @@ def _pairs(collator: Callable[[list[Any]], Any], examples: list[Any]) -> dict[st
 
 
 class _PairsMixin(TRLMixin):
-    """What training on pairs has in common."""
+    """The common part of trainers on pairs."""
 
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         if what == "public":
@@ -74,7 +74,7 @@ class _PairsMixin(TRLMixin):
         return dataset, partial(_pairs, collator)
 
     def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of TRL, and leaves no trace of it in what is logged."""
+        """Returns the loss of TRL, and keeps it out of the logs."""
         before = self._metrics
         self._metrics = {mode: defaultdict(list) for mode in before}
         try:

@@ -90,7 +90,7 @@ _KEEP = (
 
 
 def _sign_of_parts(dataset: Any) -> str | None:
-    """Says by what it shows that an example is several rows; None if nothing shows it.
+    """Returns the sign that an example is several rows; None if there is none.
 
     The numbers of a mapping begin anew with each batch that was tokenized, so that only neighbours
     can be compared.
@@ -107,13 +107,13 @@ def _sign_of_parts(dataset: Any) -> str | None:
 
 
 def _rows_of_source(dataset: Any) -> int | None:
-    """Returns how many rows the split had as it was loaded, if that is known."""
+    """Returns how many rows the loaded split had, if that is known."""
     split = (dataset.info.splits or {}).get(str(dataset.split))
     return None if split is None else split.num_examples
 
 
 def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
-    """Says by what the first rows show that each is several texts; None if nothing shows it."""
+    """Returns the sign in the first rows that each is several texts; None if there is none."""
     columns = set(dataset.column_names)
     rows = dataset.select(range(min(_LOOKED_AT, len(dataset))))  # of which columns are read alone
     if _LENGTHS in columns and any(isinstance(x, list) and len(x) > 1 for x in rows[_LENGTHS]):
@@ -159,7 +159,7 @@ def _sign_of_overlap(dataset: Any) -> str | None:
 
 
 def _passages(ids: Any) -> set[int]:
-    """Returns hashes of the passages at the ends of a row, without those of padding."""
+    """Returns hashes of the passages at the ends of a row, without padding."""
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         return set()
     padding = sum(1 for _ in takewhile(lambda token: token == ids[-1], reversed(ids)))

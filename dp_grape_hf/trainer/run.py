@@ -76,7 +76,7 @@ AtCapture = ProjectionSchedule | PrincipalProjection
 
 
 class Outcome(NamedTuple):
-    """What a step returns."""
+    """The result of a step."""
 
     norm: Tensor  # L2, of the private gradients: free to log
     loss: Tensor  # the sum of the losses of the draw, sensitive
@@ -154,7 +154,7 @@ class Run:
         self.idle: Inputs | None = None
 
     def examine(self, number: int, batch: Inputs, size: int) -> None:
-        """Compares gradients of a physical batch with those of its rows alone (``replay``).
+        """Compare gradients of a physical batch with gradients of its rows alone (``replay``).
 
         Args:
             number: of the step.
@@ -194,7 +194,7 @@ class Run:
         noise_generator: torch.Generator,
         noise_slice: int | None = None,
     ) -> None:
-        """Makes the mechanism, and begins with the weights as they are.
+        """Make the mechanism, and begin with the present weights.
 
         Args:
             ledger: where its releases are recorded.
@@ -283,7 +283,7 @@ class Run:
 
     @property
     def turns(self) -> Turns:
-        """Which examples may be sampled for the next release."""
+        """The examples that may be sampled for the next release."""
         return Turns() if self.mechanism is None else self.mechanism.turns
 
     @property
@@ -553,7 +553,7 @@ def _projections(
 def _whole(
     args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter], apart: str | None
 ) -> list[str]:
-    """Returns the weight that keeps all coordinates, evened out: that of a head clipped apart.
+    """Returns the weight that keeps all coordinates, evened out: of a head clipped apart.
 
     Features have most of their energy in a few directions, and a gradient is as long as what the
     head reads, so these would take most of C and of the noise in logits. A saved adapter has no
@@ -570,7 +570,7 @@ def _principal(
     whole: Collection[str],
     ranks: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """Returns the P by weight name, those of the first process in all of them.
+    """Returns P by weight name: in every process, P of the first.
 
     Raises:
         UnsupportedModelError: if the model cannot be run on the inputs.
@@ -616,7 +616,7 @@ def scale_rates(
     *,
     chosen: bool = False,
 ) -> None:
-    """Gives some parameters learning rates of their own, in parameter groups of their own.
+    """Give some parameters other learning rates, in separate parameter groups.
 
     Updates are functions of private gradients, so their lengths are free to choose.
 

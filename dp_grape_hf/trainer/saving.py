@@ -1,4 +1,4 @@
-"""What a Trainer does otherwise where the model of a private run is saved or uploaded.
+"""How the model of a private run is saved and uploaded.
 
 A host would save weights without a word of what was spent, and upload whole folders, with what is
 not private in them. Here ledger and card are beside the weights, and only ``publishing`` uploads.
@@ -53,7 +53,7 @@ class SavingMixin(Host):
     # ---- Saving & Serialization ----
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Moves what is kept beside the weights into them first, in every process.
+        """Merge updates that are kept separately into the weights first, in every process.
 
         With ``save_as="adapter"`` an adapter is saved, but a checkpoint, which is to be resumed
         from to the bit, holds the weights as they are.

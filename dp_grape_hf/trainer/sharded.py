@@ -1,4 +1,4 @@
-"""What a Trainer does otherwise where several processes train, or share the weights (FSDP2).
+"""How several processes train together, or share the weights (FSDP2).
 
 A host would wrap the model in DDP, which averages ``p.grad``, or shard it after the optimizer was
 made, reduce gradients by FSDP's hooks and write checkpoints of its own kind. So it takes each run

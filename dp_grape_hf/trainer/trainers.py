@@ -1,4 +1,4 @@
-"""The trainers: those of transformers, trained privately; ``sft`` has TRL's.
+"""The trainers of transformers, made private; ``sft`` has the trainers of TRL.
 
 Arguments, guarantee and errors are those of ``DPGrapeMixin``. Generation happens in evaluation
 only, outside the private path: its metrics are functions of the evaluation data and of private
