@@ -343,7 +343,9 @@ PARSE: dict[str, Callable[[Sequence[str]], None]] = {
     "dp-grape": parse_dp_grape,
     "make": parse_make,
     "pip": parse_pip,
-    "python": lambda words: parse_module(words[1], words[2:]),
+    **dict.fromkeys(
+        ("python", ".venv/bin/python"), lambda words: parse_module(words[1], words[2:])
+    ),
 }
 
 

@@ -186,7 +186,7 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
     ) -> None:
         require(
             draws.num_samples == len(units),
-            f"{draws.num_samples=} must be the number of units, {len(units)}.",
+            "draws.num_samples must be the number of units.",
         )
         require(
             max_examples_per_unit is None or max_examples_per_unit >= 1,

@@ -231,4 +231,4 @@ def test_lora_is_on_the_layers_of_mezo_where_mezo_has_some(
     trained = {n.split(".lora_")[0] for n, p in adapted.named_parameters() if p.requires_grad}
     assert (config.r, config.lora_alpha) == (8, alpha)
     assert {name.rpartition(".")[2] for name in trained} == layers or layers is None
-    assert len(trained) == (len(layers) if layers else 6)  # of the one layer
+    assert len(trained) == (len(layers) if layers else 7)  # of the one layer, and the head

@@ -414,7 +414,7 @@ def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer:
         script, args = parse(roberta.FAMILY, words)
         found[start] = roberta.model_for(TASKS["RTE"], tokenizer, script, args)
     model = AutoModelForMaskedLM.from_pretrained(folder).eval()
-    name = "roberta.encoder.layer.0.intermediate.dense"
+    name = "roberta.encoder.layer.0.attention.self.query"
     expected = principal_directions(
         model, {f"{name}.weight": 3}, lambda: synthetic_batches(model, tokenizer)
     )[f"{name}.weight"]

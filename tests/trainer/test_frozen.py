@@ -55,7 +55,7 @@ def test_a_model_with_a_mask_token_trains_as_it_comes(
     trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert len(told) == 1
-    assert told[0].endswith(f"train them: {frozen}.")
+    assert told[0].endswith(f"frozen: {frozen}. Noise alone would have trained them.")
     assert frozen not in trainer.private_run.trainable
     after = weights_of(model)
     moved = {name for name in before if not torch.equal(before[name], after[name])}

@@ -149,7 +149,7 @@ def test_a_spent_budget_leaves_nothing_to_release(
         if path.name != "checkpoint-3":
             shutil.rmtree(path)
     resumed = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
-    with pytest.raises(PrivacyError, match=r"budget is spent: 8 releases of 8.* 3 of which"):
+    with pytest.raises(PrivacyError, match=r"budget is spent: 8 releases of 8.* contains 3"):
         resumed.train(resume_from_checkpoint=True)
     assert releases == []
 

@@ -67,11 +67,11 @@ def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_defaults_of_the_host_stay_and_conversations_train(tmp_path: Path) -> None:
+def test_conversations_train_with_autocast_and_checkpointing(tmp_path: Path) -> None:
     """bfloat16 autocast, gradient checkpointing and the chat template."""
     said = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
     chats = datasets.Dataset.from_list([{"messages": said}] * 24)
-    trainer = sft(tmp_path, bf16=None, gradient_checkpointing=True, train_dataset=chats)
+    trainer = sft(tmp_path, bf16=True, gradient_checkpointing=True, train_dataset=chats)
     text = trainer.processing_class.decode(trainer.train_dataset[0]["input_ids"])
     assert text.split() == ["<user>", "w0", "</s>", "<assistant>", "w1", "</s>"]
     assert trainer.args.bf16

@@ -23,6 +23,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
 from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
+from dp_grape_hf.projections import principal, probes
 from dp_grape_hf.sharding import whole
 from tests.support.faults import die
 from tests.support.models import only, row, without_dropout
@@ -122,7 +123,11 @@ def trained(
 
 
 def equal(name: str, folder: Path) -> Any:
-    with patch.object(spot_checks, "SHARE", 0.3):  # whatever is watched, all stay in step
+    with (
+        patch.object(spot_checks, "SHARE", 0.3),  # whatever is watched, all stay in step
+        patch.object(probes, "TOKENS", 1024),  # P of random weights is worse conditioned on fewer
+        patch.object(principal, "TOKENS", 1024),
+    ):
         return trained(folder / f"{name}-{dist.get_world_size()}", name)
 
 
