@@ -117,17 +117,17 @@ def trained(
     make, settings = RUNS[name]
     watch = watch or WholeWeights()
     asked = SHARDED if sharded and "ACCELERATE_USE_FSDP" not in os.environ else {}
-    found = run.trained(folder, watch=watch, **make() | USUAL | settings | asked | changes)
+    with (  # P of random weights is worse conditioned on fewer tokens
+        patch.object(probes, "TOKENS", 1024),
+        patch.object(principal, "TOKENS", 1024),
+    ):
+        found = run.trained(folder, watch=watch, **make() | USUAL | settings | asked | changes)
     assert not sharded or watch.whole == 0, "replicated, although it was to be sharded"
     return found
 
 
 def equal(name: str, folder: Path) -> Any:
-    with (
-        patch.object(spot_checks, "SHARE", 0.3),  # whatever is watched, all stay in step
-        patch.object(probes, "TOKENS", 1024),  # P of random weights is worse conditioned on fewer
-        patch.object(principal, "TOKENS", 1024),
-    ):
+    with patch.object(spot_checks, "SHARE", 0.3):  # whatever is watched, all stay in step
         return trained(folder / f"{name}-{dist.get_world_size()}", name)
 
 
