@@ -82,7 +82,7 @@ def _notes(ledger: Ledger, lines: _Lines) -> Iterator[str]:
         yield (
             "Signal is the norm of the gradient in the mean of all releases so far, and noise is "
             "the norm of the noise in this mean. The line of the signal has a gap where the signal "
-            "is below the noise. Both have the unit of a clipped gradient: 1 is the norm of a "
+            "is not measurable. Both have the unit of a clipped gradient: 1 is the norm of a "
             "gradient that was clipped to C = 1."
         )
 

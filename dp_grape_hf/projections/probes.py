@@ -81,7 +81,7 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
 
 
 def first_texts(batch: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
-    """Returns the first texts of a batch, of about so many tokens; any other batch as it is."""
+    """Returns the first texts of a batch, of about so many tokens; any other batch unchanged."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return batch

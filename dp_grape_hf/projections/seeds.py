@@ -1,6 +1,6 @@
 """The public random numbers: of projections, and of rounding at random.
 
-Each stream starts from a hash of the run's public seed and of what it is for, so all ranks draw the
+Each stream starts from a hash of the run's public seed and of its purpose, so all ranks draw the
 same, and so does a resumed run. Streams that must be secret are in ``mechanism.streams``.
 """
 

@@ -19,6 +19,7 @@ from dp_grape_hf.publishing.model_files import (
     is_of_a_model,
 )
 from dp_grape_hf.publishing.publisher import Publisher
+from dp_grape_hf.publishing.statement import epsilon_text, metadata_of
 from dp_grape_hf.publishing.verification import SECOND_OPINION, verify
 
 __all__ = [
@@ -33,8 +34,10 @@ __all__ = [
     "adapters_of",
     "damage",
     "declare",
+    "epsilon_text",
     "is_of_a_model",
     "json_of",
+    "metadata_of",
     "render",
     "renewed",
     "verify",

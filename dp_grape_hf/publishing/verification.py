@@ -145,7 +145,7 @@ def _of_epsilon(
     if any(releases.bands > 1 for releases in ledger.composed):
         each = (run.accounted_in_words for run in ledger.composed_runs)
         at += f", accounted as {'; '.join(each)}"
-    # Older ledgers may name their default "least", which is the default of today.
+    # Older ledgers may name the accountant "least", which is gone: the default takes its place.
     first = DEFAULT if mechanism.accountant == "least" else mechanism.accountant
     for name in dict.fromkeys((first, "pld", "prv")):
         what = f"epsilon by {name}"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dp_grape_hf.trainer.adapters import principal_adapter
 from dp_grape_hf.trainer.checkpoints import logged
+from dp_grape_hf.trainer.remembered import package_digest
 from dp_grape_hf.trainer.rows import Unseen
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.trainers import (
@@ -36,6 +37,7 @@ __all__ = [
     "Run",
     "Unseen",
     "logged",
+    "package_digest",
     "principal_adapter",
 ]
 

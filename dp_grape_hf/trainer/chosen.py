@@ -9,7 +9,6 @@ them: the trained weights of a model that began with random weights look pretrai
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -47,7 +46,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import evaluating, rows_of
 from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.projections import Batches, Projector, SyntheticInputs, first_texts
-from dp_grape_hf.trainer.remembered import remembered_value
+from dp_grape_hf.trainer.remembered import digest_of, remembered_value
 from dp_grape_hf.trainer.run import Run, rule_settings
 
 logger = logging.getLogger(__name__)
@@ -306,11 +305,8 @@ def _setting_of(run: Run, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
 def _found(run: Run, own: _Setting, inputs: Batches) -> Rates:
     """Returns rates that an earlier run measured, or measures them."""
     projectors = run.projectors_at(0)  # a state that is loaded later brings its own
-    digest = hashlib.sha256()
-    for name, projector in sorted(projectors.items()):
-        digest.update(f"{name}\n{projector.side}\n{tuple(projector.matrix.shape)}\n".encode())
-        digest.update(projector.matrix.detach().cpu().contiguous().numpy().tobytes())
-    settings = own._asdict() | {"P": digest.hexdigest()}
+    matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
+    settings = own._asdict() | {"P": digest_of(matrices)}
     found = remembered_value(
         "learning rates",
         settings,
@@ -377,13 +373,14 @@ def table_of(rates: Rates, run: Run, plan: PrivacyPlan, parts: Parts | None) -> 
     if rates.head is not None and rates.head.output == NUMBER:
         notes.append("Labels are numbers, and taken to be about 1 in size: scale them to that.")
     rule = run.args.update_rule or ""
-    return tabulated(rates, plan.mechanism, plan.steps, rule, _schedule(run.args), notes)
+    return tabulated(rates, plan.mechanism, plan.steps, rule, schedule_name(run.args), notes)
 
 
 def line_of(rates: Rates, run: Run) -> str:
     """Returns what a ledger says of rates that were chosen."""
-    return described(rates, _schedule(run.args))
+    return described(rates, schedule_name(run.args))
 
 
-def _schedule(args: DPGrapeArguments) -> str:
+def schedule_name(args: DPGrapeArguments) -> str:
+    """Returns the name of the schedule of the learning rate."""
     return SchedulerType(args.lr_scheduler_type).value

@@ -57,23 +57,24 @@ class TrainingRows:
             what: its name in messages.
             most: how many of its first rows are compared; all if None.
         """
-        found = self.elements_of(dataset, most)
+        rows = np.arange(len(dataset))[:most]
+        others = [*_pieces(dataset, rows, rows)]
+        found = self._elements_in(others)
         if not len(found):
-            rows = np.arange(len(dataset))[:most]
             with keeping_random_state():  # data sets may draw
-                others = [*_pieces(dataset, rows, rows)]
                 found = np.unique(self._with_equal_contents(others, f"Comparing it with {what}"))
         return found
 
-    def elements_of(self, dataset: Any, most: int | None = None) -> Numbers:
+    def elements_of(self, dataset: Any) -> Numbers:
         """Return which rows of a data set are elements of the training data set's objects.
 
         Args:
             dataset: as for ``shared_with``.
-            most: as for ``shared_with``.
         """
-        rows = np.arange(len(dataset))[:most]
-        others = [*_pieces(dataset, rows, rows)]
+        rows = np.arange(len(dataset))
+        return self._elements_in([*_pieces(dataset, rows, rows)])
+
+    def _elements_in(self, others: list[_Piece]) -> Numbers:
         pairs = [(own, other) for own in self._pieces for other in others if own.data is other.data]
         found = [other.at[np.isin(other.rows, own.rows)] for own, other in pairs]
         return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))

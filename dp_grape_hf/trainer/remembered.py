@@ -112,7 +112,7 @@ def remembered_matrices(
 def remembered_value(what: str, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
     """Returns what ``make`` returns, which JSON can hold, or what it returned in an earlier run.
 
-    The arguments are those of ``remembered_matrices``.
+    Takes the arguments of ``remembered_matrices``.
     """
     return _remembered(what, settings, make, lambda found: (found, {}), lambda value, _: value)
 
@@ -153,30 +153,38 @@ def _remembered(
 def _fingerprint_of(model: Any, inputs: SyntheticInputs) -> str | None:
     """Returns a digest of a model and of its inputs; None if not all of its weights are here."""
     digest = hashlib.sha256()
-
-    def add(name: str, tensor: Tensor) -> None:
-        own = tensor.detach().cpu().contiguous()
-        digest.update(f"{name}\n{own.dtype}\n{tuple(own.shape)}\n".encode())
-        digest.update(own.reshape(-1).view(torch.uint8).numpy().data)
-
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if not plain or tensor.is_meta or tensor.is_quantized:
             return None  # sharded over processes, packed, or without numbers
-        add(name, tensor)
+        _add(digest, name, tensor)
     for name, module in model.named_modules():
         digest.update(f"{name}\n{_in_words(module)}\n".encode())
     digest.update(f"{getattr(model, 'config', None)}".encode())
     batches = list(inputs())
     for batch in batches:
         for name, value in batch.items():
-            add(name, value)
+            _add(digest, name, value)
     with torch.no_grad(), evaluating(model):
         outputs = tree_leaves(on_inputs(model, rows_of(batches[0], slice(2))))
     for number, value in enumerate(outputs):
         if isinstance(value, Tensor):
-            add(f"{number}", value)
+            _add(digest, f"{number}", value)
     return digest.hexdigest()
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256, in hex, of tensors with their names, dtypes and shapes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        _add(digest, name, tensor)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, name: str, tensor: Tensor) -> None:
+    values = tensor.detach().cpu().contiguous()
+    digest.update(f"{name}\n{values.dtype}\n{tuple(values.shape)}\n".encode())
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _in_words(module: nn.Module) -> str:
@@ -189,12 +197,17 @@ def _in_words(module: nn.Module) -> str:
 @cache
 def _surroundings() -> tuple[str, ...]:
     """Returns what results depend on that is the same for all runs of a process."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return package_digest(), torch.__version__, transformers.__version__, device
+
+
+def package_digest() -> str:
+    """Return the SHA-256, in hex, of the modules of this package and their names."""
     digest = hashlib.sha256()
-    folder = Path(__file__).parent.parent  # of the package
+    folder = Path(__file__).parent.parent
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()}\n".encode() + path.read_bytes())
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return digest.hexdigest(), torch.__version__, transformers.__version__, device
+    return digest.hexdigest()
 
 
 # ---- Files ----
@@ -238,11 +251,7 @@ def _write(path: Path, value: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256(text.encode())
-    for key, tensor in sorted(tensors.items()):
-        digest.update(f"{key}\n{tensor.dtype}\n{tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return hashlib.sha256(f"{text}\n{digest_of(tensors)}".encode()).hexdigest()
 
 
 def _keep_small(folder: Path) -> None:

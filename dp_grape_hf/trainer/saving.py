@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.trainer import TRAINING_ARGS_NAME
-from transformers.trainer_utils import HubStrategy, SchedulerType
+from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.choosing import Rates
@@ -23,7 +23,7 @@ from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
-from dp_grape_hf.trainer.chosen import Choices, Parts
+from dp_grape_hf.trainer.chosen import Choices, Parts, schedule_name
 from dp_grape_hf.trainer.run import Run
 from dp_grape_hf.trainer.seams import Host
 
@@ -154,7 +154,7 @@ class SavingMixin(Host):
         rates = ", ".join(f"{group.rate:.4g} ({group.name})" for group in groups)
         said = {
             "Learning rate": rates or f"{args.learning_rate:g}",
-            "Schedule": SchedulerType(args.lr_scheduler_type).value,
+            "Schedule": schedule_name(args),
             "Update rule": args.update_rule,
             "Weight decay": f"{args.weight_decay:g}",
             "Autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",

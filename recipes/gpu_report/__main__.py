@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import hashlib
 import json
 import multiprocessing
 import os
@@ -47,7 +46,7 @@ from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import set_seed
 
-import dp_grape_hf
+from dp_grape_hf.trainer import package_digest
 from recipes.benchmark.methods import MEASURED, RANDOM, PlainTraining, PrivateTraining, quiet
 from recipes.benchmark.models import Setting
 from recipes.common.provenance import origin, versions, with_adapter, write
@@ -139,7 +138,7 @@ class Row:
 
     @property
     def name(self) -> dict[str, Any]:
-        """What tells results of rows apart."""
+        """The properties by which results of rows differ."""
         own = {"model": self.model, "precision": self.precision, "method": self.method}
         return own | {"batch_size": self.setting.batch_size}
 
@@ -265,7 +264,7 @@ class _Clock:
         self._start = time.perf_counter()
 
     def found(self) -> dict[str, Any]:
-        """Return medians of seconds and, on a GPU, memory and what the profile shows."""
+        """Return medians of seconds and, on a GPU, memory and the figures of the profile."""
         times = {"seconds": self._whole, "host_seconds": self._launched}
         found = {name: statistics.median(each) for name, each in times.items()} | self._memory
         return found if self._profile is None else found | _shown(self._profile)
@@ -378,10 +377,7 @@ def host() -> str:
 
 def code() -> str:
     """Return a digest of the package's modules, which tells also a commit that is not made yet."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(dp_grape_hf.__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
+    return package_digest()[:12]
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import yaml
 
 from dp_grape_hf.accounting import Adjacency, rounded_up
 from dp_grape_hf.ledger import EXAMPLE, LEDGER_NAME, Ledger
+from dp_grape_hf.publishing import epsilon_text, metadata_of
 from recipes.common.markdown import table
 
 
@@ -22,13 +23,8 @@ def render(ledger: Ledger, results: Mapping[str, Any], *, public: bool) -> str:
     """
     mechanism = ledger.mechanism
     settings, counts = results["settings"], results["filter"]
-    facts = {
-        "epsilon": rounded_up(ledger.epsilon(), 3) if ledger.private else "none",
-        "delta": mechanism.target_delta,
-        "unit": mechanism.privacy_unit,
-        "adjacency": str(mechanism.adjacency),
-        "accountant": mechanism.accountant,
-    }
+    spent = epsilon_text(ledger.epsilon()) if ledger.private else "none"
+    facts = metadata_of(ledger, spent) | {"unit": mechanism.privacy_unit}
     tags = ["synthetic", *(["differential-privacy"] if ledger.private else [])]
     metadata = {"task_categories": ["text-classification"], "tags": tags}
     metadata |= {"differential_privacy": facts} if ledger.private else {}
