@@ -46,6 +46,7 @@ class PLD(Accountant):
             self._discretize(3 * answer)
 
     def _discretize(self, rough: float) -> None:
+        self._answers: dict[tuple[int, ...], float] = {}
         rare = self._delta / 1e6 / self._steps
         reach = max(_largest_loss(block, rare) for block in self._blocks)
         interval = float(np.clip(rough / math.sqrt(self._steps) / 100, *self.intervals))
@@ -54,6 +55,12 @@ class PLD(Accountant):
             self._losses = [_loss_distribution(block, interval, rare) for block in self._blocks]
 
     def epsilon(self, counts: Sequence[int]) -> float:
+        key = tuple(counts)
+        if key not in self._answers:
+            self._answers[key] = self._epsilon(counts)
+        return self._answers[key]
+
+    def _epsilon(self, counts: Sequence[int]) -> float:
         rare = self._delta / 1e6 / len(counts)
         with _quiet():
             first, *others = (

@@ -172,7 +172,7 @@ def find_bands(
         PrivacyError: as ``find_noise_multiplier``.
     """
 
-    def sigma(bands: int, by: str, guess: float = 1.0) -> float:
+    def sigma(bands: int, by: str, guess: float | None = None) -> float:
         return find_noise_multiplier(
             target_epsilon=target_epsilon,
             target_delta=target_delta,
@@ -194,7 +194,7 @@ def find_bands(
     )
     try:
         tried: dict[int, tuple[float, tuple[float, ...]]] = {}
-        last = sigma(1, ROUGH, alone)
+        last = rough_alone = sigma(1, ROUGH, alone)
         tried[1] = (last * noise_left((1.0,), held), (1.0,))
         for bands in _numbers_of_bands(steps, sample_rate, most or _MOST):
             coefficients = best_coefficients(bands, held)
@@ -209,8 +209,9 @@ def find_bands(
     bands = min(b for b, (error, _) in tried.items() if error <= (1 + _NEAR) * least_error)
     if bands == 1:
         return independent
-    coefficients = tried[bands][1]
-    noise_multiplier = sigma(bands, accountant, last)
+    error, coefficients = tried[bands]
+    rough = error / noise_left(coefficients, held)
+    noise_multiplier = sigma(bands, accountant, rough * alone / rough_alone)
     gains = noise_multiplier * noise_left(coefficients, held) < alone * noise_left((1.0,), held)
     ratio = noise_multiplier * noise_left(coefficients, end) / (alone * noise_left((1.0,), end))
     return Bands(coefficients, noise_multiplier, ratio) if gains else independent
