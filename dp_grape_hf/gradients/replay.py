@@ -75,7 +75,8 @@ from dp_grape_hf.gradients.rows import batch_size_of, copies_of, rows_of
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import local, reshard, rows_here
 
-_ROWS_ALONE = 4  # rows that run alone: the first, the last, and others between them
+_ROWS_ALONE = 4  # rows that run alone: the first, the last, the second and another
+_ROWS_WITHOUT_DRAWS = 3  # the same, if rows draw nothing
 _COPIES = 3  # copies of one row, in the passes that change the draws of some of them
 _REPEATS = 4  # passes that test whether a model repeats its results
 _PASS = 2**20  # the most draws of a pass; distance of the seeds of two rows
@@ -235,7 +236,10 @@ class _Examination:
         others = torch.randperm(self.size, generator=torch.Generator().manual_seed(0)).tolist()
         rows = dict.fromkeys([0, self.size - 1, 1, *others])  # full-length and shortened rows
         for row in rows:
-            if len(self.alone) >= _ROWS_ALONE and any(s.tells for s in self.alone.values()):
+            shown = self.alone.values()
+            draw = any(one.draws for one in shown)
+            enough = _ROWS_ALONE if draw else _ROWS_WITHOUT_DRAWS
+            if len(shown) >= enough and any(one.tells for one in shown):
                 break
             self.alone[row] = self._alone(row)
         self.silent = not any(shown.draws for shown in self.alone.values())

@@ -176,6 +176,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
     _noted: bool = False  # whether the model's config says that it was trained privately
     _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
+    _searched: tuple[Any, frozenset[str]] | None = None  # a model, and its parameters that were
+    # trainable when unused ones were searched
+    _warm: Any = None  # the model that has run on public inputs in training mode
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Lets the ``evaluate`` and ``predict`` of a subclass log their metrics, too."""
@@ -392,6 +395,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         loss = self._known_loss()
         if self.train_dataset is None or loss is None:
             return []
+        trainable = frozenset(n for n, p in self.model.named_parameters() if p.requires_grad)
+        known = self._searched
+        if known is not None and known[0] is self.model and known[1] >= trainable:
+            return []
+        self._searched = self.model, trainable
         with keeping_random_state():  # from a collator of public data
             return freeze_unused(self.model, loss, self._public_inputs()())
 
@@ -790,7 +798,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if not METHODS[self.args.method].private:
             yield
             return
-        warm_up(self.model, self._public_inputs()())
+        if self._warm is not self.model:
+            warm_up(self.model, self._public_inputs()())
+            self._warm = self.model
         with (
             StateGuard(model=self.model, loss=loss).unchanged(thorough=True),
             data.unchanged(),

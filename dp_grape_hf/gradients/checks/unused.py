@@ -80,9 +80,12 @@ def freeze_unused(
     if not reached:
         return []  # no batch, or no parameter is trained
     ran_always = set.intersection(*(ran for _, ran in passes))
+    reached_by_pattern: dict[str, set[str]] = {}
+    for name in reached:
+        reached_by_pattern.setdefault(_pattern(name), set()).add(name)
     unused = []
     for name, (module, parameter) in owners.items():
-        alike = {other for other in reached if _pattern(other) == _pattern(name)}
+        alike = reached_by_pattern.get(_pattern(name), set())
         elsewhere = module in ran_always and all(owners[o][0] is not module for o in alike)
         if name not in reached and (not alike or elsewhere):
             parameter.requires_grad_(False)
