@@ -79,7 +79,7 @@ def principal_directions(
         ranks: weight name -> r, at most n.
         batches: makes the inputs; their tensors are moved to the device of the weights, and those
             that the model has no name for are left out. Positions that an ``attention_mask`` of the
-            same shape leaves out do not count. For layers that read tokens, the first 256 tokens of
+            same shape leaves out do not count. For layers that read tokens, the first 128 tokens of
             each batch count, in whole texts; a head that reads one vector of a text has all texts.
         seed: of the first block; with enough passes, nothing depends on it.
 

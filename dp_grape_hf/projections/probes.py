@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # tokens of a sequence
-TOKENS = 256  # of a batch of texts, about
+TOKENS = 128  # of a batch of texts, about
 _SHORT, _TOKENS_OF_SHORT = 16, 1024
 """Batches of texts of up to 16 tokens have more: a head reads one vector of each text, and its P is
 measured in all directions of these vectors."""
