@@ -256,8 +256,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self._returns_its_loss():
             self.args = self.args.with_engine(OF_SINGLE_EXAMPLES)
         self._known_streams = known_streams
-        self._try_one_example()
-        self._make_parts()
+        with self._progress("Trying the model"):
+            self._try_one_example()
+            self._make_parts()
         prepared: Any = self.train_dataset  # which the host may have made of what was passed
         if prepared is not None:
             check_dataset(prepared)
