@@ -80,7 +80,7 @@ def principal_directions(
         batches: makes the inputs; their tensors are moved to the device of the weights, and those
             that the model has no name for are left out. Positions that an ``attention_mask`` of the
             same shape leaves out do not count. For layers that read tokens, the first 128 tokens of
-            each batch count, in whole texts; a head that reads one vector of a text has all texts.
+            each batch count, in whole texts; a head whose P has all n directions has all texts.
         seed: of the first block; with enough passes, nothing depends on it.
 
     Guarantee:
@@ -187,8 +187,9 @@ def _reader(
         features: Tensor = output if embeds else given
         counted = mask[0]
         if counted is not None and counted.shape == features.shape[:-1]:
-            texts = max(1, TOKENS // counted.shape[-1])  # the other ones are for heads
-            features, counted = features[:texts], counted[:texts]
+            if not block.whole:  # the other texts are for heads
+                texts = max(1, TOKENS // counted.shape[-1])
+                features, counted = features[:texts], counted[:texts]
             features = features[counted.bool()] if not counted.all() else features
         block.add(features.reshape(-1, features.shape[-1]).float())
 
