@@ -452,7 +452,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.rates = self._resumed.rates
         else:
             inputs = self._public_inputs()
-            with self._progress("Choosing learning rates"), remembering(self.model, inputs):
+            kept = remembering(self.model, inputs, self._clipped_apart)
+            with self._progress("Choosing learning rates"), kept:
                 self.rates = find_rates(run, plan, inputs, self._parts)
         if self.args.chooses and self.rates is not None:
             run.use_rates(self.rates.by_name)

@@ -5,10 +5,11 @@ that a run begins with, of synthetic inputs and of public settings. So each resu
 of the Hugging Face cache. The name of the file is the SHA-256 of all that the result is computed
 from:
 
-* the names, dtypes, shapes and bytes of all parameters and buffers;
+* the names, dtypes, shapes and bytes of all parameters and buffers; but not the bytes of a head,
+  which neither P nor rates depend on, and which each run begins with other random numbers in;
 * the classes and simple attributes of all modules, and the configuration;
-* the inputs, byte by byte, and the model's outputs for two rows of them, which depend on code that
-  no configuration names;
+* the inputs, byte by byte, and the model's outputs, or the inputs of that head, for two rows of
+  them, which depend on code that no configuration names;
 * the settings: seed, ranks, trained parameters, noise, optimizer, schedule and so on;
 * the source code of this package, the versions of torch and transformers, and the device.
 
@@ -62,12 +63,13 @@ _fingerprint: ContextVar[_Fingerprint | None] = ContextVar("fingerprint", defaul
 
 
 @contextmanager
-def remembering(model: nn.Module, inputs: Batches) -> Iterator[None]:
+def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> Iterator[None]:
     """Lets the functions below use and keep results inside, if the inputs are synthetic.
 
     Args:
         model: nothing inside may change it for good.
         inputs: what results inside are measured on.
+        head: the layer whose outputs the model returns, if nothing else uses its parameters.
     """
 
     @cache  # inside, the weights stay, or are put back
@@ -75,7 +77,7 @@ def remembering(model: nn.Module, inputs: Batches) -> Iterator[None]:
         if not isinstance(inputs, SyntheticInputs) or was_trained(model):
             return None
         try:
-            return _fingerprint_of(model, inputs)
+            return _fingerprint_of(model, inputs, head)
         except Exception as error:  # of any model's code
             logger.info("Results are neither looked up nor kept: %r", error)
             return None
@@ -150,14 +152,16 @@ def _remembered(
 # ---- What a result depends on ----
 
 
-def _fingerprint_of(model: Any, inputs: SyntheticInputs) -> str | None:
+def _fingerprint_of(model: Any, inputs: SyntheticInputs, head: str | None) -> str | None:
     """Returns a digest of a model and of its inputs; None if not all of its weights are here."""
     digest = hashlib.sha256()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if not plain or tensor.is_meta or tensor.is_quantized:
             return None  # sharded over processes, packed, or without numbers
-        _add(digest, name, tensor)
+        of_head = head is not None and name.startswith(f"{head}.")
+        _add(digest, name, tensor[:0] if of_head and tensor.dim() else tensor)
+        digest.update(f"{tuple(tensor.shape)}\n".encode())
     for name, module in model.named_modules():
         digest.update(f"{name}\n{_in_words(module)}\n".encode())
     digest.update(f"{getattr(model, 'config', None)}".encode())
@@ -165,9 +169,17 @@ def _fingerprint_of(model: Any, inputs: SyntheticInputs) -> str | None:
     for batch in batches:
         for name, value in batch.items():
             _add(digest, name, value)
-    with torch.no_grad(), evaluating(model):
-        outputs = tree_leaves(on_inputs(model, rows_of(batches[0], slice(2))))
-    for number, value in enumerate(outputs):
+    read: list[Any] = []
+    last = model if head is None else model.get_submodule(head)
+    hook = last.register_forward_hook(
+        lambda _, given, output: read.extend(tree_leaves(output if head is None else given))
+    )
+    try:
+        with torch.no_grad(), evaluating(model):
+            on_inputs(model, rows_of(batches[0], slice(2)))
+    finally:
+        hook.remove()
+    for number, value in enumerate(read):
         if isinstance(value, Tensor):
             _add(digest, f"{number}", value)
     return digest.hexdigest()

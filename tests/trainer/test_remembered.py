@@ -84,6 +84,22 @@ def test_the_second_run_measures_nothing_and_has_the_same_p_and_rates(
     assert shared[0] == shared[1] < len(matrices(one))
 
 
+def test_neither_p_nor_rates_depend_on_the_weights_of_a_head(
+    tmp_path: Path, folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = begun(tmp_path / "one")
+    model: Any = model_of("pretrained")
+    nn.init.normal_(model.classifier.weight)
+    other = begun(tmp_path / "other", model)
+    assert measured == BOTH
+    monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "another home"))
+    nn.init.normal_(model.classifier.weight)
+    anew = begun(tmp_path / "anew", model)
+    assert measured == 2 * BOTH
+    assert one.rates == other.rates == anew.rates
+    assert all(torch.equal(p, matrices(anew)[name]) for name, p in matrices(one).items())
+
+
 # ---- Another run ----
 
 
