@@ -32,7 +32,7 @@ class OtherProcessFailed(PrivacyError):
 
 
 def in_process_group() -> bool:
-    """Whether this process trains together with others."""
+    """Return whether this process trains together with others."""
     return dist.is_available() and dist.is_initialized()
 
 
@@ -42,7 +42,7 @@ def group_size() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is the process that decides, writes files and adds noise."""
+    """Return whether this is the process that decides, writes files and adds noise."""
     return not in_process_group() or dist.get_rank() == 0
 
 

@@ -34,7 +34,7 @@ _ADAPTERS_NAME = re.compile(r"\.(modules_to_save\.)?default(?=\.|$)")  # PEFT sa
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether the weights of a model are sharded over processes."""
+    """Return whether the weights of a model are sharded over processes."""
     return isinstance(model, FSDPModule)
 
 

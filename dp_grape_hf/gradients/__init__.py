@@ -52,7 +52,6 @@ from dp_grape_hf.gradients.losses.losses import (
     with_three_arguments,
 )
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
-from dp_grape_hf.gradients.losses.own_loss import OwnLoss, is_target
 from dp_grape_hf.gradients.losses.pairs import (
     PREFERENCES,
     REFERENCE,
@@ -62,6 +61,7 @@ from dp_grape_hf.gradients.losses.pairs import (
     by_halves,
     side_by_side,
 )
+from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss, is_target
 from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss, examine_trainer_loss
 from dp_grape_hf.gradients.query import ANSWERS, QueryEngine
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
@@ -87,12 +87,12 @@ __all__ = [
     "Layout",
     "LossFunction",
     "ModelLoss",
-    "OwnLoss",
     "PairLoss",
     "PerSampleEngine",
     "PerSampleGradient",
     "PreferenceLoss",
     "QueryEngine",
+    "ReturnedLoss",
     "RewardLoss",
     "Runs",
     "SpotCheckedEngine",

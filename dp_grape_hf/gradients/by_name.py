@@ -18,7 +18,7 @@ from dp_grape_hf.gradients.engine import (
 )
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.losses.losses import LossFunction, loss_for
-from dp_grape_hf.gradients.losses.own_loss import OwnLoss
+from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
 from dp_grape_hf.projections import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {
@@ -58,7 +58,7 @@ def make_engine(
         raise PrivacyError(f"engine={name!r} does not exist. Use one of: {', '.join(ENGINES)}.")
     refuse_modules(model)  # before its loss is looked up by the name of its class
     loss = loss_for(model) if loss is None else loss
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss, ReturnedLoss):
         name, options = OF_SINGLE_EXAMPLES, {}
     return ENGINES[name](model, loss, grad_sample_mode=grad_sample_mode, **options)
 

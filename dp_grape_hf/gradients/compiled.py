@@ -44,7 +44,7 @@ _MOST_SHAPES = 64  # the most shapes for which the model is compiled
 
 @dataclass(frozen=True)
 class Compilation:
-    """How to compile a model.
+    """The settings of compilation.
 
     Args:
         rows: R, the most samples of a physical batch.
@@ -317,5 +317,5 @@ class CompiledModel:
 
 
 def _is_of_compiler(error: BaseException) -> bool:
-    """Whether an error comes from the compiler, and not from the model."""
+    """Return whether an error comes from the compiler, and not from the model."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor", "torch.fx"))

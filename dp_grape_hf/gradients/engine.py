@@ -32,7 +32,7 @@ from dp_grape_hf.gradients.losses.losses import (
     loss_for,
     split,
 )
-from dp_grape_hf.gradients.losses.own_loss import OwnLoss
+from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
 from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
@@ -258,7 +258,7 @@ class PerSampleEngine(ABC):
 
     def _losses(self, inputs: Inputs, run: Callable[..., Any]) -> Tensor:
         batch_size = batch_size_of(inputs)
-        if isinstance(self.loss, OwnLoss):
+        if isinstance(self.loss, ReturnedLoss):
             return self.loss.each(run, inputs)
         inputs, labels = split(self.loss, inputs)
         if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
@@ -423,7 +423,7 @@ def refuse_modules(model: nn.Module) -> None:
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Whether the module went through ``torch.compile``, as a wrapper or in place.
+    """Return whether the module went through ``torch.compile``, as a wrapper or in place.
 
     The wrapper's class is looked up among the imported modules, because its import takes seconds.
     """

@@ -112,7 +112,7 @@ class Layout:
         self._starting = {place.start: name for name, place in self.places.items()}
 
     def __contains__(self, name: str) -> bool:
-        """Whether a parameter is in the vector."""
+        """Return whether a parameter is in the vector."""
         return name in self.places
 
     def named(self, parts: Mapping[Piece, Tensor]) -> Iterator[tuple[str, Tensor]]:

@@ -411,7 +411,7 @@ class GradientSum(PerSampleGradient):
         return bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
 
     def _is_converted(self) -> bool:
-        """Whether norms need float32 copies, which are made for one sample at a time."""
+        """Return whether norms need float32 copies, which are made for one sample at a time."""
         return any(
             isinstance(p, Factored) and p.rows.dtype is not torch.float32 for p in self.parts
         )

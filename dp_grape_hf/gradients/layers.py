@@ -154,7 +154,7 @@ class Rows:
         return None
 
     def fit(self, leading: int, batch_size: int, shapes: Shapes) -> bool:
-        """Whether a leading size is consistent with earlier passes, for inputs of these shapes."""
+        """Return whether a leading size fits earlier passes, for inputs of these shapes."""
         rows, rest = divmod(leading, batch_size) if self.carries else (leading, 0)
         if rest:
             return False
@@ -185,7 +185,7 @@ def leading_sizes(tree: Any) -> dict[Key, int]:
 
 
 def has_rows(leaf: Any) -> TypeGuard[Tensor]:
-    """Whether a value is a tensor with a leading dimension."""
+    """Return whether a value is a tensor with a leading dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
@@ -236,7 +236,7 @@ class Site:
         return self.rule is not None and isinstance(self.module, nn.Embedding)
 
     def has_several_tensors(self, args: Any, kwargs: Any) -> bool:
-        """Whether a module with a rule receives more tensors than the one input of the rule.
+        """Return whether a module with a rule receives more tensors than the one input of the rule.
 
         The rule of a table applies to its look-ups, so the arguments do not matter.
         """
@@ -612,7 +612,7 @@ _POSITIONS_ALONE = (
 
 
 def _without_samples(rows: Rows | None) -> bool:
-    """Whether a tensor has a sample dimension with more than one row for a sample."""
+    """Return whether a tensor has a sample dimension with more than one row for a sample."""
     return rows is not None and bool(rows.carries) and not rows.one_each
 
 
@@ -634,7 +634,7 @@ def _with_fresh_weights(site: Site, forward: Forward, args: Any, kwargs: Any) ->
 
 
 def _has_one_row_each(module: nn.Module, direct: Mapping[str, str]) -> bool:
-    """Whether all of a module's direct parameters have the shape (1, ..., features)."""
+    """Return whether all of a module's direct parameters have the shape (1, ..., features)."""
     parameters = [module._parameters.get(local) for local in direct]
     return all(p is not None and p.dim() > 2 and len(p) == 1 for p in parameters)
 
@@ -696,7 +696,7 @@ def _differentiable(output: Any) -> list[int]:
 
 
 def _separable(two: list[int], three: list[int]) -> bool:
-    """Whether each sample can have a separate output.
+    """Return whether each sample can have a separate output.
 
     The generic rule computes one output per sample. It stacks them in the sample dimension, or in a
     leading dimension of size 1. Other tensors that all samples share have no such dimension.

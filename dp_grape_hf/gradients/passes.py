@@ -76,7 +76,7 @@ class _Activation:
     version: int  # version of the output; an in-place operation increases it
 
     def gave(self, tensor: Tensor) -> bool:
-        """Whether a tensor is the output, and unchanged."""
+        """Return whether a tensor is the output, and unchanged."""
         return (
             tensor is self.output
             and tensor is not self.argument

@@ -78,7 +78,7 @@ class Shared:
         return [matrix for made in self._made.values() for matrix in made if matrix is not None]
 
     def by_several(self, projector: Projector | None) -> bool:
-        """Whether several layers have this P."""
+        """Return whether several layers have this P."""
         return projector is not None and self._users[id(projector.matrix)] > 1
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -275,7 +275,7 @@ class Plans:
         self._batch_size = 0
 
     def __contains__(self, site: Site) -> bool:
-        """Whether ``of`` was called for a site."""
+        """Return whether ``of`` was called for a site."""
         return site in self._plans
 
     def of(self, site: Site, forward: Forward) -> Plan | None:

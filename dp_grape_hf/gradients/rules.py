@@ -46,7 +46,7 @@ class LayerRule:
     If this factor is projected, only its projection (B, T, r) is kept until the backward pass."""
 
     def applies(self, layer: Any) -> bool:
-        """Whether the rule is exact for this layer, as configured."""
+        """Return whether the rule is exact for this layer, as configured."""
         return True
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
@@ -250,7 +250,7 @@ class ConvolutionRule(LayerRule):
     """
 
     def applies(self, layer: Any) -> bool:
-        """Whether the layer pads with zeros."""
+        """Return whether the layer pads with zeros."""
         return layer.padding_mode == "zeros"
 
     def gradients(

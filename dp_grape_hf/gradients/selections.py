@@ -36,7 +36,7 @@ class Selections(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def reach(self, value: Any) -> bool:
-        """Whether a value may depend on selected positions."""
+        """Return whether a value may depend on selected positions."""
         if self._everything or not isinstance(value, Tensor):
             return self._everything
         if value.layout is not torch.strided:  # it has no single storage

@@ -295,7 +295,7 @@ def _plain(weight: Any) -> Any:
 
 
 def _computed(weight: Any) -> bool:
-    """Whether a weight was computed from other weights, so that it differs between samples."""
+    """Return whether a weight was computed from others, so that it differs between samples."""
     batched: bool = isinstance(weight, Tensor) and not isinstance(weight, _StandIn)
     return batched and torch._C._functorch.is_batchedtensor(weight)
 

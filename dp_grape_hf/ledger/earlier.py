@@ -20,7 +20,7 @@ from dp_grape_hf import accounting
 from dp_grape_hf.accounting import rounded_up
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import Choice, PrivacyError, require
-from dp_grape_hf.ledger.entries import LEDGER_NAME, Run, released
+from dp_grape_hf.ledger.entries import LEDGER_NAME, RecordedRun, released
 from dp_grape_hf.ledger.ledger import Ledger
 from dp_grape_hf.ledger.provenance import provenance_of
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class EarlierData(Choice):
-    """Whether a run may share training examples with earlier runs of the model."""
+    """Statement whether a run may share training examples with earlier runs of the model."""
 
     SAME = "same"
     OTHER = "other"
@@ -55,7 +55,7 @@ class Earlier:
     resumed: bool = False
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[RecordedRun, ...]:
         """The earlier runs whose releases add up with the releases of this run."""
         if self.resumed:
             return self.ledger.composed_runs[:-1]

@@ -156,7 +156,7 @@ def _version(package: str) -> str:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """One run: a summary of the entries from its start to the next start."""
 
     start: Start
@@ -190,22 +190,24 @@ class Run:
         return said
 
 
-def released(runs: Iterable[Run]) -> list[accounting.Releases]:
+def released(runs: Iterable[RecordedRun]) -> list[accounting.Releases]:
     """Return the releases of several runs, as input for `accounting`."""
     return [run.accounted for run in runs if run.steps]
 
 
-def runs_of(entries: Iterable[Entry]) -> tuple[Run, ...]:
+def runs_of(entries: Iterable[Entry]) -> tuple[RecordedRun, ...]:
     """Return the runs that a chain records, oldest first.
 
     Raises:
         PrivacyError: The entries contradict each other.
     """
-    runs: list[Run] = []
+    runs: list[RecordedRun] = []
     for entry in entries:
         if isinstance(entry, Start):
             _check_start(entry, runs)
-            runs.append(Run(entry, entry.mechanism, reasons=entry.mechanism.reasons_not_private()))
+            runs.append(
+                RecordedRun(entry, entry.mechanism, reasons=entry.mechanism.reasons_not_private())
+            )
             continue
         require(bool(runs), f"entries: {KIND_OF[type(entry)]!r} comes before any 'start'.")
         _read(entry, runs[-1])
@@ -213,7 +215,7 @@ def runs_of(entries: Iterable[Entry]) -> tuple[Run, ...]:
     return tuple(runs)
 
 
-def _check_start(start: Start, before: Sequence[Run]) -> None:
+def _check_start(start: Start, before: Sequence[RecordedRun]) -> None:
     require(
         (start.continues is not None) == bool(before),
         f"start: continues={start.continues!r}, but {len(before)} runs come before it.",
@@ -226,7 +228,7 @@ def _check_start(start: Start, before: Sequence[Run]) -> None:
         require_same_neighbours(start.mechanism, before)
 
 
-def require_same_neighbours(mechanism: Mechanism, before: Iterable[Run]) -> None:
+def require_same_neighbours(mechanism: Mechanism, before: Iterable[RecordedRun]) -> None:
     """Refuse a run whose adjacency or privacy unit differs from earlier runs on the same data.
 
     Runs without a guarantee have no finite epsilon, so they are not compared.
@@ -241,7 +243,7 @@ def require_same_neighbours(mechanism: Mechanism, before: Iterable[Run]) -> None
             )
 
 
-def _read(entry: Entry, run: Run) -> None:
+def _read(entry: Entry, run: RecordedRun) -> None:
     if isinstance(entry, Release):
         for name in ("noise_multiplier", "sample_rate"):
             ours, theirs = getattr(run.mechanism, name), getattr(entry, name)

@@ -33,8 +33,8 @@ from dp_grape_hf.ledger.entries import (
     Link,
     NotPrivate,
     Projection,
+    RecordedRun,
     Resume,
-    Run,
     Start,
     Weights,
     broken,
@@ -310,7 +310,7 @@ class Ledger:
         return self.links[-1].digest
 
     @property
-    def composed_runs(self) -> tuple[Run, ...]:
+    def composed_runs(self) -> tuple[RecordedRun, ...]:
         """The runs whose releases add up. This run is the last of them."""
         same = self.runs[-1].start.continues == SAME_DATA
         return self.runs if same else self.runs[-1:]

@@ -64,7 +64,7 @@ class Grid:
         return padded if self.fits(padded) or not self.fits(length) else self.longest or padded
 
     def fits(self, length: int) -> bool:
-        """Whether the model has at least ``length`` positions."""
+        """Return whether the model has at least ``length`` positions."""
         return self.longest is None or length <= self.longest
 
 
@@ -164,7 +164,7 @@ def _is_label(name: str) -> bool:
 
 
 def _is_sequence(name: str, value: Any) -> bool:
-    """Whether a value may be a sequence of positions, judged by its name.
+    """Return whether a value may be a sequence of positions, judged by its name.
 
     Labels of floating-point numbers are none: there is one for each class.
     """

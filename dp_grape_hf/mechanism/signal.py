@@ -25,7 +25,7 @@ from dp_grape_hf.accounting import noise_left
 from dp_grape_hf.gradients import FlatTensors, Runs
 
 _SURE = 2.0  # standard deviations
-_LONGEST = 100  # releases of which one mean is taken: what they agree on changes in training
+_LONGEST = 100  # updates in a mean, at most: the signal changes during training
 
 
 class Strength(NamedTuple):
@@ -50,7 +50,7 @@ class _Energy:
 
     @classmethod
     def sum(cls, parts: Iterable[_Energy], weight: int = 1) -> _Energy:
-        """Returns the energy of all parts together, so many times."""
+        """Return the energy of all parts together, so many times."""
         whole = cls()
         for part in parts:
             whole.found = whole.found + part.found * weight
@@ -59,12 +59,12 @@ class _Energy:
         return whole
 
     def expect(self, size: int, std: float) -> None:
-        """Adds the energy of noise in so many numbers, and its variance."""
+        """Add the energy of noise in so many numbers, and its variance."""
         self.noise += size * std**2
         self.variance += 2 * size * std**4
 
     def strength(self, count: int) -> Strength:
-        """Returns the root mean squares over so many releases."""
+        """Return the root mean squares over so many releases."""
         beyond = float(self.found) - self.noise
         sure = beyond > _SURE * math.sqrt(self.variance)
         return Strength(*(math.sqrt(e / count) for e in (beyond if sure else 0.0, self.noise)))
@@ -88,14 +88,14 @@ class _Mean:
         return _Mean(self._bands, self._first + self.count)
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
-        """Adds a release."""
+        """Add a release."""
         self.count += 1
         for name, part in parts.items():
             known = self.sums.get(name)
             self.sums[name] = part.clone() if known is None else known.add_(part)
 
     def energies(self, groups: Mapping[str, str], stds: Mapping[str, float]) -> dict[str, _Energy]:
-        """Returns the energies of the mean, by group."""
+        """Return the energies of the mean, by group."""
         window = np.zeros((1, self._first + self.count))
         window[0, self._first :] = 1.0 / self.count
         left = noise_left(self._bands, window)
@@ -108,14 +108,14 @@ class _Mean:
 
 
 class Signal:
-    """Adds up releases, and tells signal from noise in their mean.
+    """Estimator of signal and noise in the mean of private updates.
 
     Args:
         bands: the coefficients of the noise.
 
     Attributes:
         groups: parameter name -> the group that it is also counted in.
-        windows: what the releases between two log lines held, each window by itself: root mean
+        windows: signal and noise of the updates between two log lines, for each window: root mean
             squares; with correlated noise, norms of the window's mean.
 
     Guarantee:
@@ -141,14 +141,13 @@ class Signal:
     def add(
         self, private_grads: Mapping[str, Tensor], std: float, factors: Mapping[str, float]
     ) -> Tensor:
-        """Takes note of a release; returns its L2 norm, a scalar.
+        """Add a private update, and return its L2 norm, a scalar.
 
         Args:
-            private_grads: by name, the release. If most of it is one vector, only that is added
-                up: sums of other parameters would take as much memory as these.
-            std: of the noise in each of its numbers, where no factor divides it, and before it
-                was correlated.
-            factors: parameter name -> what divides it.
+            private_grads: the private update, by parameter name. If most of it is one vector,
+                only the vector is added up, to save memory.
+            std: the standard deviation of independent noise in each entry, without factors.
+            factors: parameter name -> gradient factor, by which the std is divided.
         """
         summed: Mapping[str, Tensor] = private_grads
         if isinstance(private_grads, FlatTensors):
@@ -177,14 +176,14 @@ class Signal:
         return torch.as_tensor(total).sqrt().float()
 
     def begin_anew(self) -> None:
-        """Begins another mean: a redraw of P gives coordinates another meaning."""
+        """Begin another mean, because a redraw of P changes the meaning of coordinates."""
         mean = self._mean
         if mean.count:
             self._earlier, self._releases = self._all(), self._releases + mean.count
             self._mean = mean.next
 
     def take(self) -> dict[str, Strength]:
-        """Returns the strength of all releases so far: by group, and "" for all.
+        """Return the strength of all releases so far: by group, and "" for all.
 
         Norms of the mean release; if there are several means, their root mean square. Ends a
         window. Empty if there was no release since the last call.
@@ -199,7 +198,7 @@ class Signal:
         return _strengths(self._all(), self._releases + self._mean.count)
 
     def _all(self) -> dict[str, _Energy]:
-        """Returns the energies of all means, each as often as it has releases."""
+        """Return the energies of all means, each as often as it has releases."""
         mean, earlier = self._mean, self._earlier
         found = mean.energies(self.groups, self._stds) if mean.count else {}
         every = {name: _Energy.sum([energy], weight=mean.count) for name, energy in found.items()}
@@ -210,6 +209,6 @@ class Signal:
 
 
 def _strengths(energies: Mapping[str, _Energy], count: int) -> dict[str, Strength]:
-    """Returns the strength of each group, and of all together if there is any."""
+    """Return the strength of each group, and of all together if there is any."""
     whole = {"": _Energy.sum(energies.values())} if energies else {}
     return {name: energy.strength(count) for name, energy in {**energies, **whole}.items()}

@@ -44,7 +44,7 @@ from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
 from dp_grape_hf.phases import BACKWARD, FORWARD, PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.sharding import is_sharded, reshard, shard_
-from dp_grape_hf.trainer import Run
+from dp_grape_hf.trainer import PrivateRun
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
 COMPARED = (ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE)
@@ -238,7 +238,7 @@ class Step:
         setting, timeline = self.setting, self.timeline
         args, private = setting.arguments(self.redraws), METHODS[setting.method].private
         options: dict[str, Any] = {"recompute_activations": True} if self.gpu else {}
-        run = Run(args, self.model, observer=_Watch(timeline), **options)
+        run = PrivateRun(args, self.model, observer=_Watch(timeline), **options)
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
         if setting.bands > 1 and private:
             coefficients = json.dumps([setting.bands**-0.5] * setting.bands)
@@ -249,7 +249,7 @@ class Step:
         optimizer = self.optimizer = run.make_optimizer()
         if isinstance(optimizer, ProjectedOptimizer) and self.gpu:
             optimizer.numbers_at_once = GPU_BLOCK
-        run.keep_updates_apart()
+        run.store_updates_separately()
         with timeline:  # allocates the optimizer's state
             run.step(0, LogicalBatch([], []))
             optimizer.step()

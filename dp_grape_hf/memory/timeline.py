@@ -195,7 +195,7 @@ def _whole(args: tuple[Any, ...]) -> int:
 
 
 def _is_view(schema: Any) -> bool:
-    """Whether an operator returns memory of an argument, which it does not write."""
+    """Return whether an operator returns memory of an argument, which it does not write."""
     returned = [value.alias_info for value in schema.returns]
     return bool(returned) and all(info is not None and not info.is_write for info in returned)
 

@@ -41,7 +41,7 @@ def placements(
     *,
     of_input: bool = False,
 ) -> dict[str, Placement]:
-    """Returns parameter name -> ``Placement``, of those whose projection saves something.
+    """Return parameter name -> ``Placement``, of those whose projection saves something.
 
     Nothing is saved where the rank is not below the dimension that would be projected, and of what
     is not a matrix.
@@ -80,7 +80,7 @@ def placements(
 def first_matches(
     names: Sequence[str], patterns: Iterable[str], option: str, what: str
 ) -> dict[str, str | None]:
-    """Returns the first pattern that matches each name, or None.
+    """Return the first pattern that matches each name, or None.
 
     A pattern is a shell pattern (``*``, ``?``, ``[...]``; ``*`` also matches dots). It is tried on
     the parameter's whole name, and on every run of the name's dotted parts, so that a module's path

@@ -37,7 +37,7 @@ Batches = Callable[[], Iterable[Mapping[str, Any]]]
 
 _TURNS = 2  # passes over a quarter of the inputs each, before the last one over all
 _SHIFT = 1e-7  # of the trace: keeps a block that is hardly reached from being singular
-_LEAST = 0.1  # of the mean energy: directions that public inputs hardly reach are not blown up
+_LEAST = 0.1  # share of the mean energy, added so that P stays bounded in rare directions
 
 
 class Principal(NamedTuple):
@@ -47,12 +47,13 @@ class Principal(NamedTuple):
     energies: Tensor  # (r,), the mean of (x^T v)^2 over the tokens
     total: float  # the mean of |x|^2
 
-    def evened(self) -> Tensor:
-        """Returns a square P, (n, n), with less of directions that have much energy; r must be n.
+    def whitened(self) -> Tensor:
+        """Return a square P, (n, n), that partially whitens the inputs; r must be n.
 
-        It is symmetric, ``M^(-1/4)``, so that coordinates are features still. ``x P`` has about the
-        square roots of the energies. ``P P^T``, which updates meet, is what full Adagrad multiplies
-        by, of public inputs (Duchi et al. 2011).
+        P is the symmetric matrix ``M^(-1/4)`` of the second moments M, so coordinates still
+        correspond to features. The energies of ``x P`` are about the square roots of the energies
+        of x. Updates are multiplied by ``P P^T``, as in full-matrix Adagrad (Duchi et al. 2011)
+        on public inputs.
         """
         mean = max(self.total / len(self.directions), 1e-30)
         scaled = self.directions * (self.energies / mean + _LEAST).pow(-0.25)
@@ -66,7 +67,7 @@ def principal_directions(
     batches: Batches,
     seed: int = 0,
 ) -> dict[str, Principal]:
-    """Returns the principal directions of what linear layers are given, and embeddings return.
+    """Return the principal directions of linear layers' inputs and of embeddings' outputs.
 
     The rows of a weight's gradient lie in their span (its columns, in ``Conv1D``). A weight that
     several modules share has those of all of them together. Layers that are given the same tensor,
@@ -129,14 +130,14 @@ def principal_directions(
 
 
 def _width(module: Any) -> int:
-    """Returns n, also where the weight is packed."""
+    """Return n, also where the weight is packed."""
     if isinstance(module, nn.Linear):
         return module.in_features
     return int(module.weight.shape[1 if isinstance(module, nn.Embedding) else 0])  # or Conv1D
 
 
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
-    """Returns the body of a model, which takes no more than inputs, if it has these modules.
+    """Return the body of a model, which takes no more than inputs, if it has these modules.
 
     Of a model that reads several options of an example, the body would take them apart; one whose
     weights are sharded gathers them when it runs itself.
@@ -159,11 +160,11 @@ class _Sharing:
         """The id of a tensor -> the tensor, its version, and the block of its first reader."""
 
     def leader(self, block: _Block) -> _Block:
-        """Returns the block that stands for another, or that itself."""
+        """Return the block that stands for another, or that itself."""
         return self._leaders.get(block, block)
 
     def reads(self, block: _Block, given: Tensor) -> bool:
-        """Returns whether a block takes into account what its layer is given."""
+        """Return whether a block takes into account what its layer is given."""
         if block in self._leaders:
             return False
         known = self._readers.get(id(given))
@@ -218,11 +219,11 @@ class _Block:
         self._total, self._count = torch.zeros((), device=self._device), 0
 
     def turn(self) -> None:
-        """Begins another pass, with the directions that the last one turned the block to."""
+        """Begin another pass, with the directions that the last one turned the block to."""
         self._begin(self._basis if self.whole else torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
-        """Takes features, (T, n), into account."""
+        """Take features, (T, n), into account."""
         self.untouched = False
         features = features.to(self._used.dtype)
         self._image.addmm_(features.T, features @ self._used)
@@ -230,12 +231,12 @@ class _Block:
         self._count += len(features)
 
     def _shifted(self) -> tuple[Tensor, float]:
-        """Returns ``(M + s) Q`` in float64 on the CPU, and the shift s."""
+        """Return ``(M + s) Q`` in float64 on the CPU, and the shift s."""
         shift = _SHIFT * float(self._total) or 1.0
         return self._image.cpu().double() + shift * self._basis, shift
 
     def _first(self) -> tuple[Tensor, Tensor]:
-        """Returns the first r directions and the sums of their energies.
+        """Return the first r directions and the sums of their energies.
 
         By the Nystroem approximation of ``M + s``, unless M is there.
         """
@@ -250,7 +251,7 @@ class _Block:
         return left[:, : self.rank], scales[: self.rank].square() - shift
 
     def principal(self) -> Principal:
-        """Returns the first r directions, with a sign that nothing else depends on."""
+        """Return the first r directions, with a sign that nothing else depends on."""
         directions, sums = self._first()
         largest = directions.abs().argmax(0, keepdim=True)
         directions = directions * directions.gather(0, largest).sign()

@@ -26,15 +26,15 @@ _ALL_ROWS = slice(None)
 
 
 def gaussian(rows: int, rank: int, generator: torch.Generator) -> Tensor:
-    """Returns independent entries N(0, 1/r), with ``E[P P^T] = I`` (paper, Algorithm 1)."""
+    """Return independent entries N(0, 1/r), with ``E[P P^T] = I`` (paper, Algorithm 1)."""
     return torch.randn(rows, rank, generator=generator) / rank**0.5
 
 
 def gaussian_over_r(rows: int, rank: int, generator: torch.Generator) -> Tensor:
-    """Returns independent entries N(0, 1/r^2), as the code of the paper's authors has them.
+    """Return independent entries N(0, 1/r^2), as in the code of the paper's authors.
 
-    ``E[P P^T] = I / r``: projected gradients are shorter by sqrt(r), against those of weights that
-    are not projected. For comparison with results of that code.
+    ``E[P P^T] = I / r``: projected gradients are shorter by sqrt(r), compared with gradients of
+    unprojected weights. This allows a comparison with results of that code.
     """
     return torch.randn(rows, rank, generator=generator) / rank
 
@@ -63,38 +63,38 @@ class Projector:
 
     @property
     def rank(self) -> int:
-        """Returns r."""
+        """Return r."""
         return self.matrix.shape[1]
 
     def project(self, gradient: Tensor) -> Tensor:
-        """Returns ``P^T G`` (r, n) or ``G P`` (m, r); leading batch dimensions are kept."""
+        """Return ``P^T G`` (r, n) or ``G P`` (m, r); leading batch dimensions are kept."""
         matrix = self.matrix.to(gradient.dtype)
         return matrix.T @ gradient if self.side is Side.LEFT else gradient @ matrix
 
     def lift(self, coordinates: Tensor) -> Tensor:
-        """Returns ``P Z`` or ``Z P^T``, (m, n); leading batch dimensions are kept."""
+        """Return ``P Z`` or ``Z P^T``, (m, n); leading batch dimensions are kept."""
         left, right = self.factors(coordinates)
         return left @ right
 
     def factors(self, coordinates: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (m, r) and (r, n), ``P, Z`` or ``Z, P^T``, whose product is the lifted Z."""
+        """Return (m, r) and (r, n), ``P, Z`` or ``Z, P^T``, whose product is the lifted Z."""
         matrix = self.matrix.to(coordinates.dtype)
         return (matrix, coordinates) if self.side is Side.LEFT else (coordinates, matrix.T)
 
     def add_lifted_(
         self, weight: Tensor, coordinates: Tensor, decay: float = 1.0, rows: slice = _ALL_ROWS
     ) -> None:
-        """Makes a weight ``decay * W + lift(coordinates)`` in place, without an m x n temporary.
+        """Set a weight to ``decay * W + lift(coordinates)`` in place, without an m x n temporary.
 
         Args:
-            weight: (m, n), or those of its rows that ``rows`` selects.
-            coordinates: of the whole weight, (r, n) or (m, r).
-            decay: what the weight is multiplied by.
+            weight: (m, n), or the rows that ``rows`` selects.
+            coordinates: Z of the full weight, (r, n) or (m, r).
+            decay: the factor of the weight.
             rows: which rows of the lifted coordinates are added.
         """
         left, right = self.factors(coordinates.to(weight.dtype))
         weight.addmm_(left[rows], right, beta=decay)
 
     def coordinate_shape(self, shape: torch.Size) -> tuple[int, int]:
-        """Returns the shape of the projected gradient of an m x n weight."""
+        """Return the shape of the projected gradient of an m x n weight."""
         return (self.rank, shape[1]) if self.side is Side.LEFT else (shape[0], self.rank)

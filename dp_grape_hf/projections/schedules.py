@@ -21,7 +21,7 @@ from dp_grape_hf.projections.seeds import projection_generator
 
 
 class _Redrawn:
-    """Projectors that are made anew every F steps.
+    """Projectors that are made again every F steps.
 
     Args:
         placed: parameter name -> where its P acts, of those that are projected.
@@ -51,7 +51,7 @@ class _Redrawn:
     def in_force(
         self, step: int, make: Callable[[int], Mapping[str, Tensor]], drawn: bool = False
     ) -> dict[str, Projector]:
-        """Returns the projectors of a step.
+        """Return the projectors of a step.
 
         Args:
             step: counted from 0.
@@ -71,7 +71,7 @@ class _Redrawn:
         return self._projectors
 
     def _on_device(self, matrices: Mapping[str, Tensor]) -> dict[str, Projector]:
-        """Returns the projectors of matrices; where two are one tensor, they stay one."""
+        """Return the projectors of matrices; where two are one tensor, they stay one."""
         moved = {id(matrix): matrix.to(self._device) for matrix in matrices.values()}
         return {
             name: Projector(moved[id(matrix)], self.placements[name].side)
@@ -80,23 +80,23 @@ class _Redrawn:
 
 
 class SavedProjection(_Redrawn):
-    """Projectors that no seed can make again, and so are saved with a checkpoint.
+    """Projectors that are saved with checkpoints, because no seed reproduces them.
 
     They are public.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to go on with the same P: empty if nothing is kept."""
+        """Return the state from which a resumed run loads the same P; empty without projections."""
         if not self.placements:
             return {}
         matrices = {name: projector.matrix for name, projector in self._projectors.items()}
         return {"refresh": self._refresh, "matrices": matrices}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with the P of a state; tensors are copied to the device.
+        """Load the P of a state; tensors are copied to the device.
 
         Raises:
-            PrivacyError: if it was saved with another projection.
+            PrivacyError: the state was saved with another projection.
         """
         shapes = {n: (p.rows, p.rank) for n, p in self.placements.items()}
         saved = {n: tuple(matrix.shape) for n, matrix in state.get("matrices", {}).items()}
@@ -114,7 +114,7 @@ class SavedProjection(_Redrawn):
 
 
 class ProjectionSchedule(_Redrawn):
-    """Draws the projectors of a model and redraws them every F steps.
+    """The random projectors of a model, which are drawn again every F steps.
 
     P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
 
@@ -154,7 +154,7 @@ class ProjectionSchedule(_Redrawn):
         super().__init__(placed if self._draw else {}, update_steps, device)
 
     def at(self, step: int) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw."""
+        """Return the projectors in force at a step, counted from 0: the same until a redraw."""
         return self.in_force(step, self._matrices, drawn=True)
 
     def _matrices(self, refresh: int) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class PrincipalProjection(SavedProjection):
         measure: makes the matrices. All ranks call it at the same time, and get the same.
         device: where projectors are used.
         input_dims: parameter name -> its dimension of features, of those where it is not 1.
-        whole: parameter names, of those whose P is square.
+        square: parameter names, of those whose P is square.
 
     Raises:
         PrivacyError: for a rank or update_steps below 1.
@@ -209,10 +209,10 @@ class PrincipalProjection(SavedProjection):
         measure: Measure,
         device: torch.device | str = "cpu",
         input_dims: Mapping[str, int] | None = None,
-        whole: Collection[str] = (),
+        square: Collection[str] = (),
     ) -> None:
         placed = placements(shapes, rank, input_dims, of_input=True)
-        for name in whole:
+        for name in square:
             dimension = (input_dims or {}).get(name, 1)
             size = shapes[name][dimension]
             placed[name] = Placement(Side.RIGHT if dimension else Side.LEFT, size, size)
@@ -221,7 +221,7 @@ class PrincipalProjection(SavedProjection):
         self._ranks = {name: place.rank for name, place in placed.items()}
 
     def at(self, step: int) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
+        """Return the projectors in force at a step, counted from 0: the same until a redraw.
 
         Raises:
             PrivacyError: if P was measured at an earlier step, and its state was not loaded.
@@ -229,7 +229,7 @@ class PrincipalProjection(SavedProjection):
         return self.in_force(step, lambda _: self._measure(self._ranks))
 
     def digest(self) -> str:
-        """Returns the SHA-256, in hex, of the names and numbers of the P in force."""
+        """Return the SHA-256, in hex, of the names and numbers of the P in force."""
         digest = hashlib.sha256()
         for name, projector in sorted(self._projectors.items()):
             matrix = projector.matrix.detach().cpu().contiguous()

@@ -20,7 +20,7 @@ def _hashed(key: str, purpose: bytes) -> int:
 
 
 def projection_seed_for(projection_seed: int, refresh: int, name: str, block: int = 0) -> int:
-    """Returns the 63-bit seed of one block of rows of one projection.
+    """Return the 63-bit seed of one block of rows of one projection.
 
     The seed is a hash of all four arguments, so it depends on neither the device, the process
     nor the order in which layers are visited, and any rank can draw any block.
@@ -38,7 +38,7 @@ def projection_seed_for(projection_seed: int, refresh: int, name: str, block: in
 def projection_generator(
     projection_seed: int, refresh: int, name: str, block: int = 0
 ) -> torch.Generator:
-    """Returns the public, reproducible generator of one block of one projection, on the CPU.
+    """Return the public, reproducible generator of one block of one projection, on the CPU.
 
     It is always a CPU generator, so that the projection is the same whatever device trains.
     PyTorch keeps the low 32 bits of the seed; two blocks that share them share their rows,
@@ -51,14 +51,14 @@ _public: weakref.WeakSet[torch.Generator] = weakref.WeakSet()
 
 
 def public_generator(seed: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """Returns a generator with a public seed, which ``is_public`` knows while it is alive."""
+    """Return a generator with a public seed, which ``is_public`` knows while it is alive."""
     generator = torch.Generator(device).manual_seed(seed)
     _public.add(generator)
     return generator
 
 
 def is_public(generator: Any) -> bool:
-    """Returns whether a generator is one of ``public_generator``, maybe as another object."""
+    """Return whether a generator is one of ``public_generator``, maybe as another object."""
     public: Iterable[Any] = _public
     return generator._cdata in {known._cdata for known in public}
 
@@ -69,7 +69,7 @@ def is_public(generator: Any) -> bool:
 def rounding_generator(
     seed: int, number: int, device: str | torch.device = "cpu"
 ) -> torch.Generator:
-    """Returns the public generator that the coins of one rounding are drawn from.
+    """Return the public generator that the coins of one rounding are drawn from.
 
     It depends on its arguments alone, so all ranks round their copies of a weight alike, and so
     does a run that is resumed. The rounded numbers are private already: the coins protect nothing.
@@ -87,7 +87,7 @@ _DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def is_short(weight: torch.Tensor) -> bool:
-    """Whether numbers of a weight have fewer than 32 bits, so that small updates need care."""
+    """Return whether a weight has fewer than 32 bits per entry, so that small updates round off."""
     return weight.dtype.itemsize < 4
 
 
@@ -97,7 +97,7 @@ def round_at_random(
     generator: torch.Generator,
     among: tuple[int, int] | None = None,
 ) -> torch.Tensor:
-    """Returns float32 numbers in a shorter type, rounded up or down with mean ``value``.
+    """Return float32 numbers in a shorter type, rounded up or down with mean ``value``.
 
     A number between two neighbours of the type becomes the upper one with probability
     proportional to its distance from the lower one. Numbers that the type has, NaN and infinity
@@ -136,7 +136,7 @@ def round_at_random(
 
 
 def row_blocks(weight: torch.Tensor, most: int) -> Iterator[Any]:
-    """Yields indices of blocks of rows with at most ``most`` numbers, or of one row.
+    """Yield indices of blocks of rows with at most ``most`` numbers, or of one row.
 
     What is drawn, or rounded, for a large weight is so many numbers at a time.
     """

@@ -17,7 +17,7 @@ def projection_targets(
     trainable: Mapping[str, nn.Parameter],
     wanted: str | list[str] | None = None,
 ) -> list[str]:
-    """Returns the names of the weights to project.
+    """Return the names of the weights to project.
 
     Args:
         model: the model.
@@ -46,7 +46,7 @@ def projection_targets(
 
 
 def input_dimensions(model: nn.Module) -> dict[str, int]:
-    """Returns weight name -> its dimension that is the layer's input, where that is not 1.
+    """Return weight name -> its dimension that is the layer's input, where that is not 1.
 
     ``Conv1D`` stores (in, out), and the input of a table of embeddings is the vocabulary.
     """
@@ -56,7 +56,7 @@ def input_dimensions(model: nn.Module) -> dict[str, int]:
 
 
 def feature_dimensions(model: nn.Module) -> dict[str, int]:
-    """Returns weight name -> its dimension of features, where that is not 1.
+    """Return weight name -> its dimension of features, where that is not 1.
 
     That is the input of a linear layer, (in, out) in ``Conv1D``, and the output of an embedding.
     """
@@ -65,7 +65,7 @@ def feature_dimensions(model: nn.Module) -> dict[str, int]:
 
 
 def default_targets(model: Any) -> list[str]:
-    """Returns the names of the weights that are projected unless the user names others.
+    """Return the names of the weights that are projected unless the user names others.
 
     These are the trainable weights of the linear layers in the body of the model. The output
     embeddings and a head whose output is one number per label stay unprojected, as in the paper
@@ -87,13 +87,13 @@ def default_targets(model: Any) -> list[str]:
 
 
 def output_embeddings(model: Any) -> nn.Module | None:
-    """Returns the layer that gives a logit for each word of a vocabulary, if the model has one."""
+    """Return the layer that gives a logit for each word of a vocabulary, if the model has one."""
     found: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     return found
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
-    """Returns the ids of parameters that the model holds under more than one name."""
+    """Return the ids of parameters that the model holds under more than one name."""
     seen: set[int] = set()
     shared: set[int] = set()
     names: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)

@@ -28,7 +28,7 @@ _PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class Publisher:
-    """Saves the model of a private run with its ledger and its card, and publishes the three.
+    """Writer of a private run's model with ledger and card, to a folder or to the Hub.
 
     The trainers have a publisher, and you can make one for your own loop. With several processes,
     only the first one saves and publishes.
@@ -91,8 +91,8 @@ class Publisher:
         Args:
             updates: the number of updates in the weights.
             folder: the folder; None for the publisher's folder.
-            changes: the changes of projected weights, as factors (``Run.changes``). With them, the
-                adapter is saved; without them, the whole model.
+            changes: changes of projected weights, as factors (``PrivateRun.changes``). With them,
+                the adapter is saved; without them, the whole model.
             weights: the tensors to save; None for the model's ``state_dict``.
 
         Raises:

@@ -1,10 +1,10 @@
 """The Trainer of transformers, private.
 
-``mixin`` is the loop: the overrides of the host, top to bottom, but for those of ``sharded``, which
-spread weights over processes, and of ``saving``. ``run`` has the parts of a run, made once, and the
-one step that they take together; ``chosen`` finds its rates, and what it trains. ``trainers``,
-``sft`` and ``preferences`` name the classes. Those of ``sft`` and ``preferences`` need TRL and are
-imported when they are asked for.
+``mixin`` overrides methods of the host, the Trainer that it is put in front of; ``sharded`` has the
+overrides for several processes, and ``saving`` the overrides that save and upload. ``run`` makes
+the parts of a run and defines its step. ``chosen`` chooses the trained parameters and the learning
+rates. ``trainers``, ``sft`` and ``preferences`` define the classes. The classes of ``sft`` and
+``preferences`` need TRL and are imported at their first use.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ from dp_grape_hf.trainer.adapters import principal_adapter
 from dp_grape_hf.trainer.checkpoints import logged
 from dp_grape_hf.trainer.remembered import package_digest
 from dp_grape_hf.trainer.rows import Unseen
-from dp_grape_hf.trainer.run import Run
+from dp_grape_hf.trainer.run import PrivateRun
 from dp_grape_hf.trainer.trainers import (
     DPGrapeSeq2SeqTrainer,
     DPGrapeSeq2SeqTrainingArguments,
@@ -34,7 +34,7 @@ __all__ = [
     "DPGrapeSeq2SeqTrainer",
     "DPGrapeSeq2SeqTrainingArguments",
     "DPGrapeTrainer",
-    "Run",
+    "PrivateRun",
     "Unseen",
     "logged",
     "package_digest",

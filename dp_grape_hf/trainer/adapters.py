@@ -1,9 +1,8 @@
-"""DP-GRAPE beside weights that cannot move: ``W + Z P^T`` with a W in 4 or 8 bits, say.
+"""DP-GRAPE for frozen weights: ``W + Z P^T``, for instance with a W in 4 or 8 bits.
 
-A run of DP-GRAPE with one P adds ``Z P^T`` to a weight, which is LoRA's ``B A`` with an A that
-stays as it is. Where W itself can be trained, ``method="dp_grape"`` does so, and
-``save_as="adapter"`` saves the change. Where it cannot, the adapter is there from the start, and
-``method="dp_lora"`` trains Z.
+A run of DP-GRAPE with one P adds ``Z P^T`` to a weight. This is LoRA's ``B A`` with a fixed A. If W
+can be trained, ``method="dp_grape"`` trains it, and ``save_as="adapter"`` saves the change. If W is
+frozen, make the adapter first, and ``method="dp_lora"`` trains Z.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ def principal_adapter(
     train_directions: bool = False,
     **config: Any,
 ) -> Any:
-    """Returns a model in a LoRA adapter whose A has the principal directions of what layers read.
+    """Return a model with a LoRA adapter whose A has the principal directions of layer inputs.
 
     Args:
-        model: of transformers, quantised or not.
-        rank: r, of all layers.
+        model: a model of transformers, quantised or not.
+        rank: r, the rank of the adapter in all layers.
         tokenizer: as in ``synthetic_batches``.
-        inputs: what the directions are measured on, which must be public; synthetic if None.
-        seed: of synthetic inputs.
-        train_directions: whether A is trained too, as in LoRA. Otherwise it is P^T for good, B is
-            Z, and the change is that of DP-GRAPE with principal directions.
-        **config: more for ``peft.LoraConfig``; all linear layers but the output's get an adapter.
-            Those of a head start at random, as in LoRA, and are trained.
+        inputs: makes the public inputs on which the directions are measured; synthetic if None.
+        seed: the seed of synthetic inputs.
+        train_directions: whether to train A too, as in LoRA. Otherwise A stays P^T, B is Z, and
+            the run equals DP-GRAPE with principal directions.
+        **config: more options of ``peft.LoraConfig``. By default all linear layers except the
+            output layer get an adapter. Adapters of a head start at random, as in LoRA.
 
     Guarantee:
-        The adapter is a function of the model, the inputs and the seed: of no training example.
+        The adapter depends on the model, the inputs and the seed, and on no training example.
     """
     from peft import LoraConfig, get_peft_model  # not above, because that takes seconds
 

@@ -1,7 +1,7 @@
-"""Says what to look at in the training data when a library below fails over it.
+"""Notes about the training data, added to errors of other libraries.
 
-The error stays what it is: a note is added to it. Examples are described by names and types only:
-an error reaches logs, and values and sizes are not for them.
+The error itself does not change. A note describes examples by names and types only: errors reach
+logs, where values and sizes of private data must not appear.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import torch
 
 from dp_grape_hf.errors import PrivacyError
 
-_COMPARED = 64  # examples, at most, among which one that is unlike the first is looked for
+_COMPARED = 64  # examples, at most, that are compared with the first
 _OF_DATA = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 _OF_THE_MACHINE = ("not enough memory", "out of memory", "cuda error")
 
 
 @contextmanager
 def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
-    """Adds a note to an error of data set, collator or model that says what to look at.
+    """Context that adds a note about the training data to an error of data, collator or model.
 
-    Errors that data of a wrong form leads to get one: what the first example is, which other is
-    unlike it, and what to do. Errors of this package, of files, of the device, of a lack of memory
-    and of what is not implemented go on without.
+    The note describes the first example, the first one with another form, and what to do. Errors of
+    this package, of files, of devices, of memory and of missing implementations get no note.
 
     Args:
         dataset: the training data.
-        doing: what fails, in words that begin a sentence.
+        doing: the beginning of the note, such as "Fetching a batch".
     """
     try:
         yield
@@ -49,14 +48,14 @@ _NOTHING = re.compile(r"\b0 elements|\bsize:? 0\b")
 
 _OF_AN_EMPTY_ONE = (
     "An example has an empty input, such as a text without tokens, and the model cannot run it. "
-    "Take such examples out of train_dataset, for instance by "
+    "Remove such examples from train_dataset, for instance by "
     "train_dataset.filter(lambda row: len(row['input_ids']) > 0), or give each of them one token, "
     "for instance the one that ends a text."
 )
 
 _OF_A_WORKER = (
-    "A process that fetched examples died: of a lack of memory, or by what the data set does. "
-    "Every release made is counted; go on from the last checkpoint with "
+    "A process that fetched examples died: it had too little memory, or the data set ended it. "
+    "The ledger counts every release. Resume from the last checkpoint with "
     "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
 )
 
@@ -69,7 +68,7 @@ def _advice(dataset: Any) -> str:
 
 
 def described(dataset: Any) -> str:
-    """Says of what form the first example is, and of the first of 64 that has another one.
+    """Return the form of the first example, and of the first of 64 with another form, as text.
 
     >>> described([{"x": [0.5, 1.5], "labels": 1}, {"x": [0.5]}])
     'train_dataset[0] is {x: list, labels: int}, and train_dataset[1] is {x: list}.'
@@ -89,10 +88,7 @@ def described(dataset: Any) -> str:
 
 
 def _looked_at(dataset: Any, index: int) -> tuple[str, dict[str, Any]]:
-    """Says of what form an example is, and returns the sizes in it, which are only compared.
-
-    The error of a data set may hold values.
-    """
+    """Return the form of an example as text, and the sizes in it, for comparison only."""
     try:
         example = dataset[index]
         if not isinstance(example, Mapping):
@@ -100,7 +96,7 @@ def _looked_at(dataset: Any, index: int) -> tuple[str, dict[str, Any]]:
         forms = ", ".join(f"{name}: {_form(item)}" for name, item in example.items())
         return f"is {{{forms}}}", {str(name): _size(item) for name, item in example.items()}
     except Exception as error:
-        return f"cannot be fetched ({type(error).__name__})", {}
+        return f"cannot be fetched ({type(error).__name__})", {}  # its text may contain values
 
 
 def _form(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Callbacks around steps and runs: epsilon in the progress bar, stopping in time."""
+"""Callbacks: private logs, epsilon in the progress bar, and the end of the budget."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PRIVATE_LOGS = {
     *("signal", "signal_body", "signal_head", "noise", "noise_body", "noise_head"),  # of releases
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
-"""What a private run may log, beside metrics of evaluation data."""
+"""Keys that a private run may log, besides metrics of evaluation data."""
 
 _LOGS_OF_THE_HOST = {
     *("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 }
-UPDATES_OF_EPSILON = 40  # in the progress bar, per run: one takes the accountant about 0.1 s
+UPDATES_OF_EPSILON = 40  # per run, in the progress bar: each takes about 0.1 s
 
 
 class Withheld(float):
@@ -41,11 +41,11 @@ class Withheld(float):
 
 
 WITHHELD = Withheld("nan")
-"""In place of a number that is not private."""
+"""Replaces a number that is not private."""
 
 
 class PrivateLogs(dict[str, Any]):
-    """Logs of which callbacks may ask for the training loss, as many do: it reads "withheld"."""
+    """Logs in which a callback that reads the training loss finds "withheld"."""
 
     def __missing__(self, name: str) -> Any:
         if name in _LOGS_OF_THE_HOST:
@@ -54,10 +54,12 @@ class PrivateLogs(dict[str, Any]):
 
 
 class OnlyPrivateLogs(TrainerCallback):
-    """Takes out of the logs what is not known to be private; no other callback may come before it.
+    """Callback that removes values from the logs that are not known to be private.
+
+    It must be the first callback.
 
     Args:
-        prefixes: returns the prefixes of metrics that are computed now; empty outside evaluations.
+        prefixes: returns the prefixes of the running evaluations; empty if there is none.
     """
 
     def __init__(self, prefixes: Callable[[], Iterable[str]]) -> None:
@@ -65,9 +67,9 @@ class OnlyPrivateLogs(TrainerCallback):
         self._seen = set(_LOGS_OF_THE_HOST)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Drops keys in place, as the host returns the same dictionary as metrics of training."""
+        """Remove keys in place, because the host returns the same dictionary as metrics."""
         metrics = tuple(f"{prefix}_" for prefix in self._prefixes())
-        for logs in (kwargs["logs"], *state.log_history[-1:]):  # the second is a copy
+        for logs in (kwargs["logs"], *state.log_history[-1:]):  # the history has a copy
             for name in [n for n in logs if n not in PRIVATE_LOGS and not n.startswith(metrics)]:
                 del logs[name]
                 if name not in self._seen:
@@ -82,38 +84,39 @@ class OnlyPrivateLogs(TrainerCallback):
 
 
 class CountEpochs(TrainerCallback):
-    """Has the epochs of a resumed run go on: the host counts from the beginning of one.
+    """Callback that continues the count of epochs in a resumed run.
 
-    It does so where it skips no data, as with banded noise. No other callback may come before.
+    The host would count from the start of an epoch if it skips no data, as with banded noise. No
+    other callback may come before this one.
 
     Args:
-        steps: returns how many an epoch has.
+        steps: returns the number of steps in an epoch.
     """
 
     def __init__(self, steps: Callable[[], int]) -> None:
         self._steps = steps
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Sets the epoch to the updates made, in epochs."""
+        """Set the epoch to the number of updates, divided by the steps of an epoch."""
         if args.ignore_data_skip:
             state.epoch = state.global_step / self._steps()
 
 
 class StopAtBudget(TrainerCallback):
-    """Stops training when the budget allows no further release.
+    """Callback that stops training when the budget allows no further update.
 
-    That happens before ``max_steps`` only if releases were lost when a run was killed: they count.
+    This happens before ``max_steps`` only if a run was killed: the ledger counts lost updates.
     """
 
     def __init__(self, releases_left: Callable[[], float]) -> None:
         self._releases_left = releases_left
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ends and saves the run, and says so, once nothing is left."""
+        """Stop and save the run, with a warning, when no update is left."""
         if self._releases_left() <= 0 and state.global_step < state.max_steps:
             logger.warning(
-                "Training stops at step %d of %d: the budget of epsilon %g is spent, releases that "
-                "were lost in an interrupted run included. The checkpoint is saved.",
+                "Training stops at step %d of %d: the budget of epsilon %g is spent, including "
+                "releases that were lost in an interrupted run. The checkpoint is saved.",
                 state.global_step,
                 state.max_steps,
                 args.target_epsilon,
@@ -124,15 +127,16 @@ class StopAtBudget(TrainerCallback):
 
 
 def grown(signals: Sequence[float], sampled: float) -> float:
-    """Returns how many times the first signal of a run its later ones are; 0 if that is not known.
+    """Return the later signals of a run divided by the first; 0 if this is not known.
 
     The gradients of examples agree most at the start of training, and less as the model learns. If
-    they agree more later, steps are too long.
+    they agree more later, the steps are too long.
 
     Args:
-        signals: of windows, in order. The first is compared with the mean of the second half.
-        sampled: what the chance of sampling contributes to each. Those that may be nothing else
-            say nothing.
+        signals: the signal of each window, in order. The mean of the second half is compared with
+            the first.
+        sampled: the contribution of random sampling to each signal. Signals of about this size
+            are not used.
     """
     later = signals[len(signals) // 2 :]
     if len(signals) < _ENOUGH or not signals[0] or min(later) < _CLEAR * sampled:
@@ -142,15 +146,17 @@ def grown(signals: Sequence[float], sampled: float) -> float:
 
 _ENOUGH = 6  # windows
 _CLEAR = 2.0  # standard deviations
-_GREW = 1.5  # times; TREC in a run that diverged: 1.9, in others 0.4
+_GREW = 1.5  # later signal divided by the first: a run that diverged had 1.9, others 0.4
 
 
 class WarnOfDivergence(TrainerCallback):
-    """Warns once if the signal in the private gradients grows, which costs no privacy to see.
+    """Callback that warns once if the signal in the private updates grows.
+
+    This uses private updates alone, so it costs no privacy.
 
     Args:
-        windows: returns what the releases between two logs held.
-        sampled: returns the norm that sampling alone can give to the mean of so many releases.
+        windows: returns the updates between two log lines, summarised, for each pair of lines.
+        sampled: returns the norm that sampling alone can give to the mean of that many updates.
     """
 
     def __init__(
@@ -159,7 +165,7 @@ class WarnOfDivergence(TrainerCallback):
         self._windows, self._sampled, self._warned = windows, sampled, False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compares the later windows of the run with its first."""
+        """Compare the later windows of the run with the first."""
         if self._warned or not args.private:
             return
         windows = self._windows()
@@ -185,8 +191,8 @@ class PrivacyProgress(ProgressCallback):
     """The progress bar of the Trainer, followed by the spent epsilon, the signal and the noise.
 
     Args:
-        privacy_spent: returns what was.
-        opening: returns what is written above the bar.
+        privacy_spent: returns the epsilon spent so far.
+        opening: returns the text above the bar.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class PrivacyProgress(ProgressCallback):
         self._strength = ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Says what was chosen, and makes the bar."""
+        """Write the choices of the run, and make the bar."""
         super().on_train_begin(args, state, control, **kwargs)
         bar: Any = self.training_bar
         if bar is not None and (text := self._opening()):
@@ -217,7 +223,7 @@ class PrivacyProgress(ProgressCallback):
         super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Moves the bar, and now and then shows the epsilon spent."""
+        """Advance the bar, and from time to time show the epsilon spent."""
         every = max(1, state.max_steps // UPDATES_OF_EPSILON)
         due = state.global_step % every == 0 or state.global_step == state.max_steps
         bar: Any = self.training_bar
@@ -229,16 +235,16 @@ class PrivacyProgress(ProgressCallback):
 
 
 def is_of_notebooks(callback: Any) -> bool:
-    """Whether a callback is the one that the Trainer shows its table in a notebook with."""
+    """Return whether a callback is the host's progress table for notebooks."""
     name = f"{type(callback).__module__}.{type(callback).__name__}"
     return name == "transformers.utils.notebook.NotebookProgressCallback"
 
 
 def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -> None:
-    """Refuses to stop by a metric of evaluation data that was not declared public."""
+    """Raise ``PrivacyError`` for early stopping on evaluation data that are not public."""
     if not eval_data_is_public and any(isinstance(c, EarlyStoppingCallback) for c in callbacks):
         raise PrivacyError(
             "EarlyStoppingCallback: training would follow a metric of the evaluation data, which "
-            "no epsilon covers. Set eval_data_is_public=True if that data is public; else take "
-            "the callback out."
+            "no epsilon covers. Set eval_data_is_public=True if these data are public; otherwise "
+            "remove the callback."
         )

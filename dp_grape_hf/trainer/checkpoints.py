@@ -1,4 +1,4 @@
-"""Checkpoints that can be resumed from, and the way out where one could not be saved."""
+"""Checks of checkpoints before a run resumes, and advice if one could not be saved."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 def last_whole_checkpoint(output_dir: str) -> str | None:
-    """Returns the last checkpoint of a run that is whole; None if it has none at all.
+    """Return the last complete checkpoint of a run; None if there are no checkpoints.
 
-    Those after it are left out with a warning. Releases made after it stay counted: the live
-    ledger is not in a checkpoint.
+    Damaged later checkpoints are skipped with a warning. The ledger of the run still counts the
+    private updates after the returned checkpoint.
 
     Raises:
-        PrivacyError: if there are checkpoints, and none of them is whole.
+        PrivacyError: there are checkpoints, and none is complete.
     """
     folders = sort_checkpoints(output_dir) if os.path.isdir(output_dir) else []
     faults = []
@@ -35,21 +35,21 @@ def last_whole_checkpoint(output_dir: str) -> str | None:
         fault = fault_of_checkpoint(folder)
         if not fault:
             return folder
-        logger.warning("%s is not whole and is left out: %s", folder, fault)
+        logger.warning("%s is not complete and is skipped: %s", folder, fault)
         faults.append(f"{folder}: {fault}")
     if faults:
         raise PrivacyError(
-            f"No checkpoint in {output_dir} is whole. {' '.join(faults)} Restore one of them from "
-            "a copy, or start a new run in another folder: the budget of this one stays spent."
+            f"No checkpoint in {output_dir} is complete. {' '.join(faults)} Restore one from a "
+            "copy, or start a new run in another folder. The budget of this run stays spent."
         )
     return None
 
 
 def logged(output_dir: str | Path) -> list[dict[str, float]]:
-    """Returns what a run logged: of the end of training, or of its last checkpoint.
+    """Return the log lines of a run, from the end of training or from its last checkpoint.
 
     Raises:
-        PrivacyError: if there is none of both.
+        PrivacyError: there is no file with logs.
     """
     places = [Path(output_dir)]
     if places[0].is_dir():
@@ -58,41 +58,41 @@ def logged(output_dir: str | Path) -> list[dict[str, float]]:
         if (path := place / TRAINER_STATE_NAME).is_file():
             return TrainerState.load_from_json(str(path)).log_history
     raise PrivacyError(
-        f"{output_dir} holds no {TRAINER_STATE_NAME}, where what a run logged stands. It is "
-        "written when training ends, and into checkpoints."
+        f"{output_dir} has no {TRAINER_STATE_NAME}, which contains the logs of a run. The trainer "
+        "writes it at the end of training, and into checkpoints."
     )
 
 
 def require_whole_checkpoint(folder: str | Path) -> None:
-    """Refuses to resume from a checkpoint that is not whole."""
+    """Raise ``PrivacyError`` if a checkpoint is not complete."""
     fault = fault_of_checkpoint(folder)
     if fault:
         raise PrivacyError(
-            f"resume_from_checkpoint={str(folder)!r} is not whole: {fault} Resume from another "
-            "one, or pass True for the last that is whole."
+            f"resume_from_checkpoint={str(folder)!r} is not complete: {fault} Resume from another "
+            "one, or pass True for the last complete one."
         )
 
 
 def refuse_longer_run(folder: str | Path, steps: int) -> None:
-    """Refuses to resume a run with a budget for more steps than its noise was calibrated for."""
+    """Raise ``PrivacyError`` for more steps than the noise was calibrated for."""
     planned = TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME)).max_steps
     if steps > planned:
         raise PrivacyError(
-            f"This run would take {steps} steps (max_steps, or num_train_epochs), and the one in "
-            f"{folder} was begun for {planned}: with its noise more steps would spend more than "
-            f"target_epsilon. Resume with max_steps={planned}; or make a new run from its weights, "
-            "with a larger target_epsilon and earlier_data='same'."
+            f"This run would take {steps} steps (max_steps, or num_train_epochs). The run in "
+            f"{folder} began with {planned}, and with its noise more steps would exceed "
+            f"target_epsilon. Resume with max_steps={planned}; or start a new run from its "
+            "weights, with a larger target_epsilon and earlier_data='same'."
         )
 
 
 def fault_of_checkpoint(folder: str | Path) -> str:
-    """Says why a checkpoint cannot be resumed from; empty if it is whole.
+    """Return why a checkpoint is not complete; empty if it is complete.
 
-    Its files are looked at as `damage` does, and the ledger is left to ``Ledger.resume``.
+    `damage` checks the files. ``Ledger.resume`` checks the ledger.
     """
     folder = Path(folder)
     try:
-        # Saved last of all: where it is missing, a run was killed, or had no space left.
+        # The host saves this file last: without it, the run was killed, or the disk was full.
         TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError) as error:
         return f"{TRAINER_STATE_NAME} cannot be read ({error})."
@@ -100,16 +100,16 @@ def fault_of_checkpoint(folder: str | Path) -> str:
     paths = [path for place in places for path in sorted(place.iterdir())]
     fault = next(filter(None, map(damage, paths)), "")
     weights = any(is_of_a_model(path.name) for path in paths)
-    return fault or ("" if weights else "it has no file of weights.")
+    return fault or ("" if weights else "It has no file of weights.")
 
 
 @contextmanager
 def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
-    """Saves in it: a failure says what to do.
+    """Context in which a checkpoint is saved; an error about writing says what to do.
 
     Raises:
-        PrivacyError: in place of the error of the library that wrote, where there is no space, say.
-            Errors of other kinds are of code that is not ours, and stay as they are.
+        PrivacyError: writing failed, for instance because the disk is full. Other errors are
+            raised unchanged.
     """
     try:
         yield
@@ -118,8 +118,8 @@ def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
             raise
         raise PrivacyError(
             f"A checkpoint in {output_dir} could not be saved ({type(error).__name__}: {error}). "
-            "Those saved before are whole, and the ledger counts every release. Make room there, "
-            "then go on with train(resume_from_checkpoint=True)."
+            "Earlier checkpoints are complete, and the ledger counts every release. Free some "
+            "space, then continue with train(resume_from_checkpoint=True)."
         ) from error
 
 

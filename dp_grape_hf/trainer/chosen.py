@@ -1,10 +1,11 @@
-"""The choices of a run without a learning rate: parts of the model, and rates.
+"""The choices of a run without ``learning_rate``: trained parts of the model, and learning rates.
 
-``dp_grape_hf.choosing`` has the rules; here the parts of a run are put into them. All of it follows
-from inputs that are no example's, and from the noise of the run.
+``dp_grape_hf.choosing`` has the rules, and this module applies them to the parts of a run. The
+choices depend on the model, on public inputs and on the noise of the run.
 
 A run chooses once, at its start. Each checkpoint contains these choices, and a resumed run reads
-them: the trained weights of a model that began with random weights look pretrained.
+them. It could not make them again: the trained weights of a model that began with random weights
+look pretrained.
 """
 
 from __future__ import annotations
@@ -47,37 +48,37 @@ from dp_grape_hf.gradients import evaluating, rows_of
 from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.projections import Batches, Projector, SyntheticInputs, first_texts
 from dp_grape_hf.trainer.remembered import digest_of, remembered_value
-from dp_grape_hf.trainer.run import Run, rule_settings
+from dp_grape_hf.trainer.run import PrivateRun, rule_settings
 
 logger = logging.getLogger(__name__)
 
 CHOICES_NAME = "run_choices.json"
 _READ = 0, 5, 2
-"""The batches of inputs that rates are measured on: every second of the first five."""
+"""Start, stop and step of the batches on which learning rates are measured."""
 _TOKENS = 160
-"""Of each of these batches, if they are synthetic texts. With 1,024, measuring the rates of MiniLM
-takes five times as long, and they differ by 5 % at most."""
+"""Tokens of each of these batches, if they are synthetic texts. More take longer, and change
+learning rates by a few percent."""
 
 
 class Parts(NamedTuple):
     """The choices about the parts of a model."""
 
     pretrained: bool
-    frozen: list[str]  # parameters that were trainable before
-    averaged: str | None  # the layer that was made an average, which a new head reads
+    frozen: list[str]  # names of parameters that the choices froze
+    averaged: str | None  # the last layer, if it was changed to an average over positions
     clipped_apart: str | None  # the name of the head
     measured: bool = True  # whether the model can be run on synthetic inputs
-    reads_first: bool = False  # whether a new head reads the first position of a text, for good
-    has_head: bool = True  # whether the last linear layer puts out what the model returns
+    reads_first: bool = False  # whether a new head reads only the first position of a text
+    has_head: bool = True  # whether the last linear layer computes the model's outputs
 
 
 class Choices(NamedTuple):
-    """All choices of a run. They are functions of the model before training and of public inputs.
+    """All choices of a run: functions of the model before training and of public inputs.
 
     Attributes:
-        options: name -> value of each option that was not given.
-        factors: ``learning_rate_factors``, which the learning rates were chosen with.
-        parts: of the model.
+        options: name -> value of each chosen option.
+        factors: ``learning_rate_factors``, with which the learning rates were chosen.
+        parts: the choices about the model.
         rates: the learning rates.
     """
 
@@ -87,14 +88,14 @@ class Choices(NamedTuple):
     rates: Rates
 
     def save(self, folder: Path) -> None:
-        """Writes the choices into the folder of a checkpoint."""
+        """Write the choices into the folder of a checkpoint."""
         content = {"parts": self.parts._asdict(), "rates": self.rates.to_dict()}
         text = json.dumps(self._asdict() | content, indent=1)
         (folder / CHOICES_NAME).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, folder: str | Path) -> Choices | None:
-        """Reads the choices from a checkpoint; None if it has none."""
+        """Read the choices from a checkpoint; None if it has none."""
         path = Path(folder) / CHOICES_NAME
         if not path.is_file():
             return None
@@ -104,17 +105,17 @@ class Choices(NamedTuple):
         return cls(**content)
 
     def applied_to(self, args: DPGrapeArguments, checkpoint: str | Path) -> DPGrapeArguments:
-        """Returns the arguments of a resumed run, in which these are the options not given.
+        """Return the arguments of a resumed run, with the chosen options.
 
         Raises:
             PrivacyError: this run has other ``learning_rate_factors``.
         """
         if args.learning_rate_factors != self.factors:
             raise PrivacyError(
-                f"learning_rate_factors of this run make groups of parameters by "
-                f"{args.learning_rate_factors}, and those of the checkpoint {checkpoint} were made "
-                f"by {self.factors}. The moments in its optimizer state do not fit. Pass the "
-                "learning_rate_factors that the run began with."
+                f"This run has learning_rate_factors="
+                f"{args.learning_rate_factors}, and the checkpoint {checkpoint} was made "
+                f"with {self.factors}, so its optimizer state does not fit. Pass the "
+                "learning_rate_factors of the checkpoint."
             )
         return args.with_choices(self.options)
 
@@ -122,22 +123,22 @@ class Choices(NamedTuple):
 def choose_parts(
     model: Any, args: DPGrapeArguments, inputs: Batches, unused: Collection[str]
 ) -> tuple[Parts, DPGrapeArguments]:
-    """Chooses what is trained, where a new head reads, and whether it is clipped apart.
+    """Choose the trained parameters, the input of a new head, and whether to clip it separately.
 
-    A collective call: the first process decides, which alone may have weights.
+    A collective call: the first process decides, because it may be the only one with weights.
 
     Args:
-        model: what is not to be trained is frozen.
+        model: parameters that are not to be trained are frozen.
         args: the arguments of the run.
-        inputs: makes inputs that are no example's.
-        unused: parameters that were frozen because they take no part in the loss.
+        inputs: makes public inputs.
+        unused: parameters that were frozen because they have no influence on the loss.
 
     Returns:
-        The choices, and the arguments with what follows from them.
+        The choices, and the arguments that follow from them.
 
     Raises:
-        PrivacyError: the model cannot be run on these inputs, and principal directions, which need
-            that, were asked for.
+        PrivacyError: the model cannot be run on these inputs, and you asked for principal
+            directions, which need them.
     """
     reasons: list[BaseException] = []
 
@@ -159,9 +160,9 @@ def choose_parts(
             reads_first = not saves_last_layer and is_new_at_first(model, layer, first)
             if saves_last_layer:
                 averaged = average_at_first(model, layer, first)
-            apart = clipped_apart(model, name) if has_head else None
+            head = clipped_apart(model, name) if has_head else None
             return Parts(
-                pretrained, frozen, averaged, apart, reads_first=reads_first, has_head=has_head
+                pretrained, frozen, averaged, head, reads_first=reads_first, has_head=has_head
             )
 
     parts = from_first(decide)
@@ -177,10 +178,10 @@ def choose_parts(
 
 
 _NOT_MEASURED = (
-    "%s cannot be run on random inputs of the form of an example (%r), so its layers were not "
-    "measured. The run takes a random P (gaussian) and a learning rate by the norms of "
+    "%s cannot be run on random inputs with the form of an example (%r), so its layers were not "
+    "measured. The run uses a random P (gaussian) and a learning rate by the norms of "
     "weights and noise, and may learn less. Pass public_example= or public_dataset= to the "
-    "trainer, which the model can read."
+    "trainer, with inputs that the model can read."
 )
 
 
@@ -189,22 +190,22 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -> None:
-    """Freezes what the choices name.
+    """Freeze the parameters that the choices name.
 
     Args:
-        model: what is not to be trained is frozen.
+        model: its parameters are frozen or made trainable.
         parts: the choices.
-        instead_of: choices that were made for this model before. What only they froze is trained.
+        instead_of: earlier choices for this model. Parameters that only these froze are trained.
     """
     before = {*instead_of.frozen} if instead_of is not None else set()
     after = {*parts.frozen}
     for name, parameter in model.named_parameters():
-        if name in before ^ after:  # what you froze or unfroze since stays
+        if name in before ^ after:  # others stay as the user set them
             parameter.requires_grad_(name in before)
 
 
 def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module, Mapping[str, Any]]:
-    """Returns the layer that logits come from, and the batch that showed it.
+    """Return the name of the layer that computes the logits, the layer, and the batch used.
 
     The model must be in evaluation mode.
     """
@@ -215,29 +216,28 @@ def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module, Ma
         return *output_layer(model, first), first
     except Exception as error:  # of any model's code
         raise PrivacyError(
-            "Learning rates are chosen by running the model on inputs that are not the data, and "
+            "To choose learning rates, the model was run on public inputs, and "
             f"that failed: {error!r}. Pass public_dataset= or public_example= to the trainer, "
-            "which the model can read."
+            "with inputs that the model can read."
         ) from error
 
 
 def find_rates(
-    run: Run, plan: PrivacyPlan, inputs: Batches, parts: Parts | None = None
+    run: PrivateRun, plan: PrivacyPlan, inputs: Batches, parts: Parts | None = None
 ) -> Rates | None:
-    """Returns the rates that the noise of a run allows, or what it does at given ones.
+    """Return the learning rates that the noise allows, or the effect of noise at given ones.
 
     A collective call.
 
     Args:
-        run: its parts.
-        plan: of the run.
-        inputs: makes inputs that are no example's.
+        run: the parts of the run.
+        plan: the plan of the run.
+        inputs: makes public inputs.
         parts: the choices about the model, if any were made.
 
     Returns:
-        None for a run without noise in its gradients; and where rates are given, if several
-        processes share the model, whose weights they may not all have yet, or if it cannot be run
-        on these inputs.
+        None for a run without noise in its gradients. If you pass learning rates, also None with
+        several processes, and if the model cannot be run on these inputs.
     """
     args = run.args
     if not args.private or METHODS[args.method].query is not None:
@@ -245,43 +245,43 @@ def find_rates(
     if args.world_size > 1:
         if not args.chooses:
             return None
-        run.projectors_at(0)  # which all of them measure together
+        run.projectors_at(0)  # a collective call
 
     def measured() -> Rates | None:
         try:
             with evaluating(run.model):
-                return _found(run, _setting_of(run, plan, parts), inputs)
+                return _stored_or_measured(run, _setting_of(run, plan, parts), inputs)
         except Exception:
             if args.chooses:
                 raise
-            return None  # nothing is known of inputs of this model, and nothing need be
+            return None  # given learning rates need no measurement
 
     return from_first(measured)
 
 
 class _Setting(NamedTuple):
-    """All that rates depend on, besides the model, its inputs and P."""
+    """All that learning rates depend on, besides the model, its inputs and P."""
 
     rule: str
-    settings: dict[str, Any]  # of the rule
-    schedule: list[float]  # what the rate is multiplied by at each step
+    settings: dict[str, Any]  # of the update rule
+    schedule: list[float]  # the factor of the learning rate at each step
     bands: tuple[float, ...]
-    stds: dict[str, float]  # parameter name -> of the noise in each number, before it is correlated
-    most: dict[str, float]  # parameter name -> the norm of the signal in a release at most
-    given: dict[str, float] | None  # parameter name -> rate
+    stds: dict[str, float]  # parameter name -> std of independent noise in each entry
+    most: dict[str, float]  # parameter name -> bound on the norm of the signal in an update
+    given: dict[str, float] | None  # parameter name -> learning rate that the user passed
     factors: dict[str, float]
-    fresh: bool
+    fresh: bool  # whether the weights are random
     runs: bool  # whether the model can be run on the inputs
     has_head: bool
-    regresses: bool
+    regresses: bool  # whether the labels are numbers
 
 
-def _setting_of(run: Run, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
-    args, own = run.args, plan.mechanism
+def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
+    args, mechanism = run.args, plan.mechanism
     parts = parts or Parts(is_pretrained(run.model), [], None, None)
     assert args.update_rule is not None
-    limit = bound_of_part(own.max_grad_norm, own.clipped_apart)
-    std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
+    limit = bound_of_part(mechanism.max_grad_norm, mechanism.clipped_apart)
+    std = mechanism.noise_multiplier * mechanism.max_grad_norm / mechanism.expected_batch_size
     given = None
     if not args.chooses:
         assert args.learning_rate is not None
@@ -290,7 +290,7 @@ def _setting_of(run: Run, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
         rule=args.update_rule,
         settings=rule_settings(args),
         schedule=[float(factor) for factor in schedule_of(args, plan.steps)],
-        bands=tuple(own.bands),
+        bands=tuple(mechanism.bands),
         stds={n: std / run.gradient_factors.get(n, 1.0) for n in run.trainable},
         most={n: limit / run.gradient_factors.get(n, 1.0) for n in run.trainable},
         given=given,
@@ -302,17 +302,17 @@ def _setting_of(run: Run, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
     )
 
 
-def _found(run: Run, own: _Setting, inputs: Batches) -> Rates:
-    """Returns rates that an earlier run measured, or measures them."""
-    projectors = run.projectors_at(0)  # a state that is loaded later brings its own
+def _stored_or_measured(run: PrivateRun, setting: _Setting, inputs: Batches) -> Rates:
+    """Return learning rates that an earlier run measured, or measure them."""
+    projectors = run.projectors_at(0)
     matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
-    settings = own._asdict() | {"P": digest_of(matrices)}
-    found = remembered_value(
+    settings = setting._asdict() | {"P": digest_of(matrices)}
+    rates = remembered_value(
         "learning rates",
         settings,
-        lambda: _measured(run.model, run.trainable, projectors, inputs, own).to_dict(),
+        lambda: _measured(run.model, run.trainable, projectors, inputs, setting).to_dict(),
     )
-    return Rates.from_dict(found)
+    return Rates.from_dict(rates)
 
 
 def _measured(
@@ -320,25 +320,27 @@ def _measured(
     trainable: Mapping[str, nn.Parameter],
     projectors: Mapping[str, Projector],
     inputs: Batches,
-    own: _Setting,
+    setting: _Setting,
 ) -> Rates:
-    """Measures rates. They may depend on nothing but the arguments."""
-    output = _output_layer(model, inputs)[:2] if own.runs else None
+    """Measure learning rates, which depend on nothing but the arguments."""
+    output = _output_layer(model, inputs)[:2] if setting.runs else None
     walks = {
-        s: walk_of_noise(own.rule, own.settings, s, own.schedule, own.bands)
-        for s in set(own.stds.values())
+        s: walk_of_noise(setting.rule, setting.settings, s, setting.schedule, setting.bands)
+        for s in set(setting.stds.values())
     }
-    released = math.sqrt(np.square(released_noise(own.bands, len(own.schedule))).mean())
+    released = math.sqrt(np.square(released_noise(setting.bands, len(setting.schedule))).mean())
     noise = {
         n: Noise(trainable[n], s * released, walks[s], projectors.get(n))
-        for n, s in own.stds.items()
+        for n, s in setting.stds.items()
     }
     about: dict[str, Any] = {
-        "most": own.most,
-        "push": lambda sizes: push_of_signal(own.rule, own.settings, sizes, own.schedule),
-        "steps": sum(own.schedule),
-        "fresh": own.fresh,
-        "factors": own.factors,
+        "most": setting.most,
+        "push": lambda sizes: push_of_signal(
+            setting.rule, setting.settings, sizes, setting.schedule
+        ),
+        "steps": sum(setting.schedule),
+        "fresh": setting.fresh,
+        "factors": setting.factors,
     }
     if output is None:
         return measure_norms(model, noise, **about)
@@ -347,40 +349,40 @@ def _measured(
         output,
         _to_measure_on(inputs),
         noise,
-        rates=own.given,
-        regresses=own.regresses,
-        has_head=own.has_head,
+        rates=setting.given,
+        regresses=setting.regresses,
+        has_head=setting.has_head,
         **about,
     )
 
 
 def _to_measure_on(inputs: Batches) -> list[Mapping[str, Any]]:
-    """Returns a part of the inputs."""
+    """Return the batches on which learning rates are measured."""
     batches = list(islice(inputs(), *_READ)) or [next(iter(inputs()))]
     if not isinstance(inputs, SyntheticInputs):
         return batches
     return [first_texts(batch, _TOKENS) for batch in batches]
 
 
-def table_of(rates: Rates, run: Run, plan: PrivacyPlan, parts: Parts | None) -> str:
-    """Returns tables of a run as it will begin; ``parts`` are the choices about its model."""
+def table_of(rates: Rates, run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> str:
+    """Return tables of the learning rates and options with which a run will start, as text."""
     notes = []
     if parts is not None and parts.averaged is not None:
-        notes.append(f"The head is new: {parts.averaged}, which it reads, is made an average.")
-    whole = list(run.model.parameters())
-    if frozen := sum(not p.requires_grad for p in whole):
-        notes.append(f"{frozen} of {len(whole)} parameters stay as they are.")
+        notes.append(f"The head is new. {parts.averaged}, its input, becomes an average.")
+    parameters = list(run.model.parameters())
+    if frozen := sum(not p.requires_grad for p in parameters):
+        notes.append(f"{frozen} of {len(parameters)} parameters are frozen.")
     if rates.head is not None and rates.head.output == NUMBER:
-        notes.append("Labels are numbers, and taken to be about 1 in size: scale them to that.")
+        notes.append("Labels are numbers. Scale them to a size of about 1.")
     rule = run.args.update_rule or ""
     return tabulated(rates, plan.mechanism, plan.steps, rule, schedule_name(run.args), notes)
 
 
-def line_of(rates: Rates, run: Run) -> str:
-    """Returns what a ledger says of rates that were chosen."""
+def line_of(rates: Rates, run: PrivateRun) -> str:
+    """Return the text about chosen learning rates for the ledger."""
     return described(rates, schedule_name(run.args))
 
 
 def schedule_name(args: DPGrapeArguments) -> str:
-    """Returns the name of the schedule of the learning rate."""
+    """Return the name of the schedule of the learning rate."""
     return SchedulerType(args.lr_scheduler_type).value

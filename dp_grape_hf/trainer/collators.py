@@ -1,8 +1,8 @@
-"""Trials of the data collator before the first release: it must collate each example alone.
+"""Checks of the data collator before the first update: an example must not depend on others.
 
-It is given one example at a time (``mechanism.collation``), so that nothing it does can make one
-example depend on another. A collator that was made to do more, as mixup is, would then do something
-else than its user expects.
+The collator receives one example at a time (``mechanism.collation``), so it cannot mix examples. A
+collator that is made to mix them, as for mixup, would not do what its user expects, so it raises an
+error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import StateGuard, keeping_random_state, seed_all
 from dp_grape_hf.mechanism import LogicalBatchCollator, RowCollator
 
-_TRIED = 16  # examples that the data collator is tried on
-_LOOKED_AT = 4  # examples, for each that a physical batch holds, of which one is put together
+_TRIED = 16  # examples on which the data collator is tried
+_LOOKED_AT = 4  # examples read for each example of the physical batch
 
 
 def batch_to_try(loader: DataLoader[Any], size: int) -> Any:
-    """Returns a physical batch of examples from all over the data set of a training loader.
+    """Return a physical batch of examples that are spread over the data set of a training loader.
 
     Args:
         loader: the training loader.
-        size: of a physical batch. Fewer are returned where not so many examples have like rows.
+        size: the number of rows. The batch has fewer if fewer examples have rows of equal shape.
     """
-    own_rows = _own_rows(loader)
-    collator = LogicalBatchCollator(own_rows.collator, size, own_rows.grid)
+    row_collator = _row_collator(loader)
+    collator = LogicalBatchCollator(row_collator.collator, size, row_collator.grid)
     with keeping_random_state():
         seed_all(0)  # as in the other processes
         batches = collator(_examples_of(loader, _LOOKED_AT * size))
@@ -39,30 +39,30 @@ def batch_to_try(loader: DataLoader[Any], size: int) -> Any:
 
 
 def examine_collator(loader: DataLoader[Any]) -> None:
-    """Tries whether the collator makes of one example alone what it makes of it among others.
+    """Check that the collator's row of an example does not depend on other examples.
 
     Raises:
-        PrivacyError: if it does not, or has a seed of its own.
+        PrivacyError: the row depends on other examples, or the collator has a seed.
     """
-    own_rows = _own_rows(loader)
-    own: Any = own_rows.collator
-    own = own.data_collator if isinstance(own, RemoveColumnsCollator) else own
-    if (seed := getattr(own, "seed", None)) is not None:
+    row_collator = _row_collator(loader)
+    collator: Any = row_collator.collator
+    collator = collator.data_collator if isinstance(collator, RemoveColumnsCollator) else collator
+    if (seed := getattr(collator, "seed", None)) is not None:
         raise PrivacyError(
-            f"The data collator {type(own).__name__} draws its random numbers from {seed=}. "
-            "Whoever knows them knows which draws went before, and so who was drawn. Leave the "
-            "collator's seed at None: it then uses the stream that is seeded in secret."
+            f"The data collator {type(collator).__name__} draws its random numbers from {seed=}. "
+            "Someone who knows the seed can tell which examples were sampled. Leave the "
+            "collator's seed at None: it then uses the secret random stream."
         )
-    refuse_other_rows(own_rows, _examples_of(loader, _TRIED))
+    refuse_other_rows(row_collator, _examples_of(loader, _TRIED))
 
 
 def state_of(loader: DataLoader[Any]) -> StateGuard:
-    """Returns what compares the state of data set and collator of a training loader."""
+    """Return a guard of the state of data set and collator of a training loader."""
     dataset: Any = loader.dataset
-    return StateGuard(train_dataset=dataset.dataset, data_collator=_own_rows(loader).collator)
+    return StateGuard(train_dataset=dataset.dataset, data_collator=_row_collator(loader).collator)
 
 
-def _own_rows(loader: DataLoader[Any]) -> RowCollator:
+def _row_collator(loader: DataLoader[Any]) -> RowCollator:
     assert isinstance(loader.collate_fn, LogicalBatchCollator)
     return loader.collate_fn.collate_rows
 
@@ -73,37 +73,36 @@ def _examples_of(loader: DataLoader[Any], count: int) -> list[Any]:
     return [dataset[i] for i in range(0, len(dataset), step)][:count]
 
 
-def refuse_other_rows(own_rows: RowCollator, examples: Sequence[Any]) -> None:
-    """Refuses a collator whose row of an example is another one, but for padding, among others.
+def refuse_other_rows(row_collator: RowCollator, examples: Sequence[Any]) -> None:
+    """Refuse a collator whose row of an example depends on other examples, except for padding.
 
-    Its random numbers are not compared.
+    Entries that contain random numbers are not compared.
 
     Args:
-        own_rows: collates an example by itself.
+        row_collator: collates each example alone.
         examples: some examples.
 
     Raises:
-        PrivacyError: it mixes examples or sorts them, say.
+        PrivacyError: the collator mixes or sorts examples, for instance.
     """
     for one, other in zip(examples, [*examples[1:], *examples[:1]], strict=True):
-        row, again = (_row(own_rows, [one], seed=seed) for seed in (0, 1))
-        among = [_row(own_rows.collator, [one])]
+        row, again = (_row(row_collator, [one], seed=seed) for seed in (0, 1))
+        among = [_row(row_collator.collator, [one])]
         try:
             pairs = [
-                _row(own_rows.collator, [one, other]),
-                _row(own_rows.collator, [other, one], 1),
+                _row(row_collator.collator, [one, other]),
+                _row(row_collator.collator, [other, one], 1),
             ]
-        except Exception:  # it cannot stack the two, say, and need not
+        except Exception:  # for instance, the two cannot be stacked, and need not be
             pairs = []
         for name, value in row.items():
-            others = [found[name] for found in (*among, *pairs) if name in found]
+            others = [other_row[name] for other_row in (*among, *pairs) if name in other_row]
             if _equal(value, again.get(name)) and any(_other_contents(value, x) for x in others):
                 raise PrivacyError(
-                    f"The data collator makes {name!r} of an example otherwise among others than "
-                    "of that example alone: it mixes examples (mixup, say), sorts them, or fits "
-                    "one to the other. Here each is collated by itself, so that nobody else's data "
-                    "reach its row, and the collator would not do what it was made for. Transform "
-                    "examples one by one, leave them in their order, and pad what is shorter."
+                    f"The data collator computes {name!r} of an example from other examples too: "
+                    "it mixes examples (as mixup does), sorts them, or fits them to each other. "
+                    "A private run collates each example alone. Use a collator that transforms "
+                    "examples one by one, keeps their order, and pads shorter ones."
                 )
 
 
@@ -113,7 +112,7 @@ def _row(
     index: int = 0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Returns one row of what is made with given random numbers."""
+    """Return one row of a collated batch, with a fixed seed."""
     given = [dict(example) if isinstance(example, dict) else example for example in examples]
     with keeping_random_state():
         seed_all(seed)
@@ -131,7 +130,7 @@ def _differ(left: Tensor, right: Tensor) -> bool:
 
 
 def _other_contents(left: Tensor, right: Tensor) -> bool:
-    """Whether two rows are not one and the same up to padding, at the end or at the beginning."""
+    """Return whether two rows differ by more than padding at the end or at the beginning."""
     if left.dim() != right.dim():
         return True
     common = [min(sizes) for sizes in zip(left.shape, right.shape, strict=True)]

@@ -1,4 +1,4 @@
-"""The data of a private run: its loader, public data, and rows that must not be evaluated on."""
+"""The data of a private run: its loader, public data, and evaluation data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from dp_grape_hf.trainer.overlap import TrainingRows
 
 logger = logging.getLogger(__name__)
 
-_MANY = 4  # physical batches a step, from which more of them cost less than padding does
+_MANY = 4  # physical batches per step, above which splitting by length costs less than padding
 
 
 def loader_of(
@@ -48,16 +48,16 @@ def loader_of(
     *,
     secret: bool,
 ) -> DataLoader[Any]:
-    """Returns a loader of logical batches.
+    """Return a loader of logical batches.
 
     Args:
-        draws: of examples, or of units where there are any.
+        draws: samples examples, or units if there are any.
         dataset: the examples.
-        collator: of a physical batch.
-        args: of the run.
-        units: which examples are one privacy unit; None where each is one.
-        longest: how many positions the model has, if that is limited.
-        secret: whether random numbers of data set and collator are secret; a test repeats a run.
+        collator: makes a physical batch.
+        args: the arguments of the run.
+        units: the examples of each privacy unit; None if each example is a unit.
+        longest: the number of positions that the model has; None without a limit.
+        secret: whether random numbers of data set and collator are secret; tests repeat a run.
     """
     size = args.per_device_train_batch_size
     batches = args.logical_batch_size / draws.world_size / size  # by the declared numbers alone
@@ -89,7 +89,7 @@ def loader_of(
 
 
 def units_of(dataset: Any, args: DPGrapeArguments) -> Units:
-    """Returns which examples are one privacy unit, by the column that arguments name.
+    """Return the examples of each privacy unit, by the column ``privacy_unit_column``.
 
     Raises:
         PrivacyError: a unit has more examples than a physical batch holds.
@@ -102,11 +102,10 @@ def units_of(dataset: Any, args: DPGrapeArguments) -> Units:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Returns how many positions an input of a model may have; None without a limit that is known.
+    """Return how many positions an input of a model may have; None if no limit is known.
 
-    Padding that every example gets must not exceed it. Of a table of positions that counts from
-    behind its index of padding (RoBERTa's), some rows are not reached, and the virtual tokens of an
-    adapter take positions, too.
+    Padding must not exceed the limit. In a table of positions that starts after its padding index
+    (RoBERTa's), the first rows are not used. The virtual tokens of an adapter use positions, too.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -126,13 +125,13 @@ def positions_of(model: nn.Module) -> int | None:
 
 
 def name_labels(model: nn.Module, dataset: Any) -> None:
-    """Gives a classifier the names of its labels, if the data set has them and the model has not.
+    """Copy the names of labels from the data set to a classifier that has none.
 
-    The names are those of the data set's columns and not of its examples: ``ClassLabel``.
+    The names come from the type of the column, ``ClassLabel``, and not from examples.
     """
     columns = getattr(dataset, "features", None) or {}
-    found = (getattr(columns.get(name), "names", None) for name in ("labels", "label"))
-    names: list[str] | None = next(filter(None, found), None)
+    candidates = (getattr(columns.get(name), "names", None) for name in ("labels", "label"))
+    names: list[str] | None = next(filter(None, candidates), None)
     config: Any = getattr(model, "config", None)
     unnamed = {number: f"LABEL_{number}" for number in range(len(names or ()))}
     if names and getattr(config, "id2label", None) == unnamed:
@@ -146,9 +145,9 @@ _PUBLIC_EXAMPLES = 512
 def public_batches(
     dataset: Any, collator: Callable[[list[Any]], Any], size: int, unused: Collection[str]
 ) -> Batches:
-    """Returns what makes inputs of ``size`` rows from the first 512 rows of a public dataset.
+    """Return a function that makes batches of ``size`` rows from the first 512 public examples.
 
-    Names that are ``unused``, those of labels, are left out.
+    The batches do not contain the ``unused`` names, which are labels.
     """
     examples = range(min(len(dataset), _PUBLIC_EXAMPLES))
 
@@ -161,33 +160,33 @@ def public_batches(
 
 
 def description(dataset: Any) -> str:
-    """Returns what a ledger calls a dataset: its name, if it has one, and its size."""
+    """Return the description of a data set for the ledger: its name, if any, and its size."""
     name = getattr(getattr(dataset, "info", None), "dataset_name", None)
     return f"{name or type(dataset).__name__}, {len(dataset)} examples"
 
 
 def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArguments) -> None:
-    """Refuses a public dataset that has rows of the training data, or that nothing would look at.
+    """Refuse a public data set that has training rows, or that the projection does not use.
 
-    The rows that are used of it are compared with all of the training data as it was passed, by a
-    hash of what both hold under the same names, but for labels.
+    The rows that are used are compared with all training rows, by hashes of the contents of
+    columns that both have, without labels.
 
     Raises:
-        PrivacyError: if it is the same object, or has the same contents by its fingerprint; if a
-            row has the contents of a training example; or if nothing is measured.
+        PrivacyError: both data sets are the same object or have the same fingerprint; a row has
+            the contents of a training example; or the projection measures nothing.
     """
     if dataset is None:
         return
     if args.projection != PRINCIPAL:
         raise PrivacyError(
-            f"public_dataset was given, and projection={args.projection!r} measures nothing on it. "
+            f"public_dataset was passed, and projection={args.projection!r} does not use it. "
             f"Leave it out, or choose projection={PRINCIPAL!r}."
         )
-    prints = [getattr(data, "_fingerprint", None) for data in (dataset, training_data)]
-    if dataset is training_data or (prints[0] is not None and prints[0] == prints[1]):
+    hashes = [getattr(data, "_fingerprint", None) for data in (dataset, training_data)]
+    if dataset is training_data or (hashes[0] is not None and hashes[0] == hashes[1]):
         raise PrivacyError(
             "public_dataset is the train_dataset, whose examples would shape the projection "
-            "without noise. Give other data, which are public, or leave it out: synthetic inputs "
+            "without noise. Pass other data, which are public, or leave it out: synthetic inputs "
             "serve as well."
         )
     check_dataset(dataset)
@@ -199,41 +198,40 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
     if len(shared):
         raise PrivacyError(
             f"public_dataset[{shared[0]}] has the contents of an example of train_dataset, which "
-            "would shape the projection without noise. Take out of public_dataset what is not "
-            "public, give other data, or leave it out: synthetic inputs serve as well."
+            "would shape the projection without noise. Remove private rows from public_dataset, "
+            "pass other data, or leave it out: synthetic inputs serve as well."
         )
 
 
 _REMEMBERED = 64  # pairs of data sets that were compared
-_COINCIDENCE = 0.02  # of the rows, which may have the contents of training rows by chance
+_COINCIDENCE = 0.02  # share of rows that may equal training rows by chance
 
 
 class HeldOut:
-    """Refuses evaluation data with training rows; compares each pair of data sets once."""
+    """Check that evaluation data have no training rows; compares each pair of data sets once."""
 
     def __init__(self) -> None:
         self._training: list[TrainingRows] = []
-        self._apart: deque[tuple[Any, Any]] = deque(maxlen=_REMEMBERED)
+        self._disjoint: deque[tuple[Any, Any]] = deque(maxlen=_REMEMBERED)
 
     def require(
         self, dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments, what: str
     ) -> None:
-        """Refuse metrics of training rows, which are computed and logged without noise.
+        """Refuse evaluation data with training rows: metrics are logged without noise.
 
-        Texts occur more than once in real data. A few evaluation rows that have the contents of
-        training rows, and are other elements of other objects, get a warning only.
-
-        Unless ``eval_data_is_public`` declares that epsilon does not cover them, or the run has no
-        noise. Data without a length or without an index are not compared.
+        Real data contain some texts more than once. So a few evaluation rows with the contents of
+        training rows only lead to a warning, if they are elements of other objects. Nothing is
+        compared if ``eval_data_is_public`` is set, if the run has no noise, or if the data have
+        no length or no index.
 
         Args:
             dataset: evaluation data, or several data sets by name.
-            training_data: as it was passed, and as the host has prepared it.
-            args: of the run.
-            what: the evaluation data, in the message.
+            training_data: the data as passed, and as prepared by the host.
+            args: the arguments of the run.
+            what: the name of the evaluation data in messages.
 
         Raises:
-            PrivacyError: with the number of the shared rows, and the first of them.
+            PrivacyError: there are shared rows; it says how many, and which is the first.
         """
         if args.eval_data_is_public or not args.private:
             return
@@ -241,32 +239,32 @@ class HeldOut:
         for name, held in datasets.items():
             called = what if name is None else f"{what}[{name!r}]"
             for data in training_data:
-                self._require_apart(held, data, args, called)
+                self._require_disjoint(held, data, args, called)
 
-    def _require_apart(self, held: Any, data: Any, args: DPGrapeArguments, what: str) -> None:
-        if data is None or any(held is h and data is d for h, d in self._apart):
+    def _require_disjoint(self, held: Any, data: Any, args: DPGrapeArguments, what: str) -> None:
+        if data is None or any(held is h and data is d for h, d in self._disjoint):
             return
         if isinstance(held, IterableDataset) or not hasattr(held, "__len__"):
             return
-        known = next((rows for rows in self._training if rows.data is data), None)
-        if known is None:
-            known = TrainingRows(data, args)
-            self._training.append(known)
-        if len(shared := known.shared_with(held, what)):
-            found = (
+        rows = next((rows for rows in self._training if rows.data is data), None)
+        if rows is None:
+            rows = TrainingRows(data, args)
+            self._training.append(rows)
+        if len(shared := rows.shared_with(held, what)):
+            finding = (
                 f"{what} has training rows: {len(shared)} of its {len(held)} rows are in "
-                f"train_dataset, too, the first of which is {what}[{shared[0]}]. Metrics of these "
-                "rows are not covered by epsilon, as they are computed and logged without noise. "
+                f"train_dataset, too; the first is {what}[{shared[0]}]. Metrics of these "
+                "rows are logged without noise, so epsilon does not cover them. "
             )
-            if len(shared) > _COINCIDENCE * len(held) or len(known.elements_of(held)):
+            if len(shared) > _COINCIDENCE * len(held) or len(rows.elements_of(held)):
                 raise PrivacyError(
-                    f"{found}Take these rows out of one of the two data sets: a row whose contents "
-                    "are in both counts as a training row. Or set eval_data_is_public=True, which "
-                    "declares that metrics of the evaluation data need no protection."
+                    f"{finding}Remove these rows from one of the two data sets, or set "
+                    "eval_data_is_public=True, which declares that the evaluation data need no "
+                    "protection."
                 )
             logger.warning(
-                "%sIf they are other records that happen to have the same contents, nothing is "
-                "wrong. Otherwise take them out of one of the two data sets.",
-                found,
+                "%sIf they are different records with the same contents, nothing is wrong. "
+                "Otherwise remove them from one of the two data sets.",
+                finding,
             )
-        self._apart.append((held, data))
+        self._disjoint.append((held, data))

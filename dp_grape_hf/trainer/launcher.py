@@ -1,4 +1,4 @@
-"""Launchers and schedulers that would break the guarantee."""
+"""Checks of launchers and schedulers that would break the guarantee."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from dp_grape_hf.errors import PrivacyError
 
 
 def refuse_launcher(trainer: Trainer) -> None:
-    """Refuses what ``accelerate launch`` and the machine decide, once the trainer knows it.
+    """Check the settings that come from ``accelerate launch`` and the machine.
 
     Raises:
-        PrivacyError: with what was found and what to do.
+        PrivacyError: for DeepSpeed, separate processes on the same data, gradient accumulation,
+            and DataParallel.
     """
     args = trainer.args
     if trainer.is_deepspeed_enabled:
         raise PrivacyError(
-            "DeepSpeed was asked for by the launcher, which owns gradients and optimizer steps. "
+            "The launcher set up DeepSpeed, which would control gradients and optimizer steps. "
             "Use accelerate launch with plain processes, or for sharded weights --use_fsdp "
             "--fsdp_version 2."
         )
@@ -36,24 +37,24 @@ def refuse_launcher(trainer: Trainer) -> None:
     if args.gradient_accumulation_steps != 1:
         raise PrivacyError(
             f"The accelerator's configuration asks for {args.gradient_accumulation_steps=}; set "
-            "expected_batch_size instead. Each draw must be one update."
+            "expected_batch_size instead. Each sampled batch must be one update."
         )
     if args.n_gpu > 1:
         raise PrivacyError(
-            f"{args.n_gpu=}: DataParallel splits a batch behind the engine's back. Start one "
+            f"{args.n_gpu=}: DataParallel would split batches, which the engine must do. Start one "
             "process per GPU with accelerate launch, or set CUDA_VISIBLE_DEVICES to one GPU."
         )
 
 
 def refuse_scheduler(scheduler: Any, eval_data_is_public: bool) -> None:
-    """Refuses a scheduler, perhaps one set by hand, that follows evaluation data.
+    """Refuse a learning rate scheduler that follows a metric of evaluation data.
 
     Raises:
-        PrivacyError: unless that data was declared public.
+        PrivacyError: the scheduler follows a metric, and the data were not declared public.
     """
     name = type(scheduler).__name__
     if name in ("ReduceLROnPlateau", "GreedyLR") and not eval_data_is_public:
         raise PrivacyError(
             f"The {name} follows a metric of the evaluation data, which no epsilon covers. Set "
-            "eval_data_is_public=True if that data is public; else take a fixed schedule."
+            "eval_data_is_public=True if these data are public; otherwise choose a fixed schedule."
         )

@@ -1,11 +1,12 @@
-"""``DPGrapeMixin``: what a Trainer of transformers does otherwise when its training is private.
+"""``DPGrapeMixin``: the overrides that make the training of a ``Trainer`` private.
 
-Put in front of a trainer (``Trainer``, ``Seq2SeqTrainer``, TRL's ``SFTTrainer``), it replaces the
-places where that trainer breaks privacy. The sections follow ``transformers.Trainer``, so that each
-override is found where the original is; ``sharded`` has those for several processes, ``saving``
-those that save and upload. There is no arithmetic here: ``run`` makes the parts that a method needs
-and drives a step, ``chosen`` finds what is trained at which rates, ``mechanism`` draws, clips and
-adds noise, and ``ledger`` records. From the training utilities on, something leaves the run.
+Put the mixin in front of a trainer: ``Trainer``, ``Seq2SeqTrainer`` or TRL's ``SFTTrainer``. These
+docstrings call that trainer the host. The mixin overrides the methods of the host that would break
+privacy. Its sections have the order of ``transformers.Trainer``; ``sharded`` has the overrides for
+several processes, and ``saving`` the overrides that save and upload. There is no arithmetic here:
+``run`` makes the parts of a run and drives a step, ``chosen`` chooses trained parameters and
+learning rates, ``mechanism`` samples, clips and adds noise, and ``ledger`` records. The overrides
+after the training utilities write to logs, files or the Hub.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from dp_grape_hf.gradients import (
     OF_SINGLE_EXAMPLES,
     LossFunction,
     ModelLoss,
-    OwnLoss,
+    ReturnedLoss,
     StateGuard,
     TrainerLoss,
     configs_of,
@@ -111,11 +112,11 @@ from dp_grape_hf.trainer.data import (
     refuse_public_dataset,
     units_of,
 )
+from dp_grape_hf.trainer.inputs_by_form import InputsByForm, first_row, form_of
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
-from dp_grape_hf.trainer.own_inputs import InputsByForm, first_row, form_of
 from dp_grape_hf.trainer.remembered import remembering
 from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
-from dp_grape_hf.trainer.run import Run
+from dp_grape_hf.trainer.run import PrivateRun
 from dp_grape_hf.trainer.saving import SavingMixin
 from dp_grape_hf.trainer.seams import is_hosts, require_seams
 from dp_grape_hf.trainer.sharded import ShardingMixin
@@ -124,7 +125,7 @@ logger = logging.getLogger(__name__)
 
 
 class DPGrapeMixin(SavingMixin, ShardingMixin):
-    """Makes the training of a ``transformers.Trainer`` behind it differentially private.
+    """Base class that makes the training of a ``transformers.Trainer`` differentially private.
 
     Args:
         model: as for the host; parameters with ``requires_grad`` are trained.
@@ -132,56 +133,57 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
             num_items_in_batch)``, whose last argument is None in training, must return one loss
             per sample, (B,), each computed from that sample alone.
-        public_dataset: with ``projection="principal"``, what the principal directions are measured
-            on, instead of synthetic inputs. It is declared public: no epsilon protects its
-            examples, and ledger and card say so.
-        public_example: an example whose form (names, shapes, dtypes) is that of all examples. A
-            model that is none of transformers is measured on random inputs of this form. Without
-            it the form of the first training example counts as public.
-        known_streams: of coins and noise, for tests; the ledger says that the run is not private.
-        **kwargs: everything else that the host takes, except ``optimizers``: the optimizer is
-            that of the method. For a scheduler of your own, set ``trainer.lr_scheduler`` to one
-            made around ``trainer.create_optimizer()``.
+        public_dataset: with ``projection="principal"``, the data on which the principal directions
+            are measured, instead of synthetic inputs. You declare it public: no epsilon protects
+            its examples, and ledger and card say so.
+        public_example: an example with the form (names, shapes, dtypes) of all examples. A model
+            from outside transformers is measured on random inputs of this form. Without it, the
+            form of the first training example counts as public.
+        known_streams: generators of sampling and noise, for tests. The ledger then says that the
+            run is not private.
+        **kwargs: all other arguments of the host, except ``optimizers``, because the method has
+            its own optimizer. To use another scheduler, make it with
+            ``trainer.create_optimizer()``, and set ``trainer.lr_scheduler``.
 
     Attributes:
         private_run: the parts of the run; made anew when training starts.
 
     Guarantee:
         The weights after training are (epsilon, delta)-differentially private with respect to the
-        training data, for adding or removing one example, or all of a unit's examples where
-        ``privacy_unit_column`` is given, with the numbers of ``privacy_spent()``. So are ledger,
-        progress bar and logs; metrics in the logs are functions of the evaluation data, which
-        epsilon does not cover. What an example contributes must be computed from its own data and
-        from coins that are its own or public: model and collator are examined for that
-        (``gradients.replay``) before the first release. A run without noise claims nothing, and
-        logs all.
+        training data, with the numbers of ``privacy_spent()``. Neighbouring data sets differ by
+        one example, or by all examples of a unit if ``privacy_unit_column`` is given. Ledger,
+        progress bar and logs are private as well, except for metrics of evaluation data, which
+        epsilon does not cover. The contribution of an example must depend on that example and on
+        random numbers that it does not share with other examples. Model and collator are examined
+        for this (``gradients.replay``) before the first private update. A run without noise has no
+        guarantee, and logs everything.
 
     Raises:
-        PrivacyError: if arguments, model and data together cannot keep the promise.
+        PrivacyError: arguments, model and data do not allow this guarantee.
     """
 
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments
     args: DPGrapeArguments
     plan: PrivacyPlan
     observer: Observer | None = None
-    """Looks on at the steps of runs that are made from now on."""
-    _parts_of: Any = None  # the model that parts were chosen of
-    _given_train_dataset: Any = None  # before the host made something else of it
-    _prefixes: tuple[str, ...] = ()  # of metrics, while an evaluation runs
+    """Receives the phases of each step (``phases``), in runs that are made after it is set."""
+    _parts_of: Any = None  # the model for which ``_parts`` were chosen
+    _given_train_dataset: Any = None  # as passed, before the host prepared it
+    _prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
     _public_dataset: Any = None
-    _own_inputs: tuple[nn.Module, Batches] | None = None  # of a model that is none of transformers
+    _form_inputs: tuple[nn.Module, Batches] | None = None  # for a model from outside transformers
     _private_norm: Tensor = torch.zeros(())
-    _every_module: tuple[nn.Module, ...] = ()  # the model, and those in it
+    _every_module: tuple[nn.Module, ...] = ()  # the model and all modules in it
     _known_streams: Streams | None = None
-    _units_read: tuple[Any, Units] | None = None  # the data set they were read from, and they
-    _noted: bool = False  # whether the model's config says that it was trained privately
-    _frozen: tuple[str, ...] = ()  # what takes no part in the loss, and was to be trained
-    _searched: tuple[Any, frozenset[str]] | None = None  # a model, and its parameters that were
-    # trainable when unused ones were searched
+    _units_read: tuple[Any, Units] | None = None  # data set -> its units, read once
+    _noted: bool = False  # whether the model's config has the note on private training
+    _frozen: tuple[str, ...] = ()  # trainable parameters that have no influence on the loss
+    _searched: tuple[Any, frozenset[str]] | None = None
+    """A model, and the parameters that were trainable when unused ones were last searched."""
     _warm: Any = None  # the model that has run on public inputs in training mode
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Lets the ``evaluate`` and ``predict`` of a subclass log their metrics, too."""
+        """Let overrides of ``evaluate`` and ``predict`` in a subclass log their metrics."""
         super().__init_subclass__(**kwargs)
         for name, prefix in (("evaluate", "eval"), ("predict", "test")):
             owner = next(base for base in cls.__mro__ if name in vars(base))
@@ -291,13 +293,13 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     @property
     def _clipped_apart(self) -> str | None:
-        """The module that is clipped apart; gradient factors that are given take its place."""
+        """The module with a separate clipping bound; None if you pass ``gradient_factors``."""
         if self._parts is None or self.args.gradient_factors is not None:
             return None
         return self._parts.clipped_apart
 
     def _make_plan(self) -> None:
-        """Make the plan of a run with the present parts, which may choose a batch size."""
+        """Make the plan of a run with the present parts; it may choose the batch size."""
         public = self._public_dataset
         public = None if public is None else description(public)
         earlier = find_earlier(self.model, self.args)
@@ -308,7 +310,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.args = self.plan.args
 
     def _make_parts(self) -> None:
-        """Chooses what is trained, once for each model, and makes the parts of a run for it."""
+        """Choose the trained parameters, once per model, and make the parts of a run."""
         self._freeze_unused()
         before = self._parts if self._parts_of is self.model else None
         if self._resumed is not None:
@@ -321,7 +323,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.private_run = self._make_run()
 
     def _take_choices(self, checkpoint: str) -> None:
-        """Uses the choices of a checkpoint, if it has any, for this run; a collective call."""
+        """Use the choices that a checkpoint contains, if any; a collective call."""
         choices = from_first(lambda: Choices.load(checkpoint))
         if choices is None or not self.args.chooses or self.train_dataset is None:
             return
@@ -333,9 +335,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self._make_plan()
 
     def _make_ready(self) -> None:
-        """Make the parts of a run for the present model, and choose rates.
+        """Make the parts of a run again, and choose learning rates.
 
-        Anew: ``model_init`` may have made another, and parameters may have been frozen since.
+        ``model_init`` may have made another model, and you may have frozen parameters.
         """
         if is_sharded(self.model):
             return
@@ -343,24 +345,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._choose_rates()
 
-    def _make_run(self) -> Run:
-        """Make the parts of a run for the model, which refuses a model that does not fit."""
+    def _make_run(self) -> PrivateRun:
+        """Return the parts of a run for the model; raises an error for unsupported models."""
         inputs, apart = self._public_inputs(), self._clipped_apart
-        return Run(self.args, self.model, self._loss(), self.observer, inputs, apart)
+        return PrivateRun(self.args, self.model, self._loss(), self.observer, inputs, apart)
 
     def _loss(self) -> LossFunction | None:
         """Return the loss that was passed; None if the loss of the model's head is used."""
         loss: LossFunction | None = self._loss_of_host()
-        own = not is_hosts(type(self).compute_loss)
+        overridden = not is_hosts(type(self).compute_loss)
         user = self._user_loss
         require(
-            loss is None or (user is None and not own),
-            f"{type(self).__name__} has a loss of its own, and compute_loss_func or compute_loss() "
-            "would take its place. Leave them out.",
+            loss is None or (user is None and not overridden),
+            f"{type(self).__name__} defines its own loss, and compute_loss_func or compute_loss() "
+            "would replace it. Leave them out.",
         )
         if user is not None:
             loss = partial(user, num_items_in_batch=None)
-        elif own:
+        elif overridden:
             me = weakref.proxy(self)
             loss = TrainerLoss(self.model, partial(type(self).compute_loss, me))
         elif self.args.label_smoothing_factor:
@@ -368,24 +370,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return loss
 
     def _returns_its_loss(self) -> bool:
-        """Whether the loss is the one that the model returns for a batch of one example."""
-        return isinstance(self._known_loss(), OwnLoss)
+        """Return whether the loss is the one that the model returns for a batch of one example."""
+        return isinstance(self._known_loss(), ReturnedLoss)
 
     def _known_loss(self) -> LossFunction | None:
-        """Returns the loss of the run; None where it is not known, which ``Run`` refuses."""
+        """Return the loss of the run; None if it is unknown."""
         with suppress(PrivacyError):
             return self._loss() or loss_for(self.model)
         return None
 
     def _loss_of_host(self) -> ModelLoss | None:
-        """Return the loss of a host that does not minimise the loss of the model's head."""
+        """Return the loss of the host, if it is not the loss of the model's head."""
         return None
 
     def _freeze_unused(self) -> None:
-        """Freezes what takes no part in the loss, by inputs that are no example's.
+        """Freeze parameters that have no influence on the loss of public inputs.
 
-        The training data have no say in it. The first process decides: with
-        ``cpu_ram_efficient_loading`` it alone has weights.
+        This does not depend on the training data. The first process decides: with
+        ``cpu_ram_efficient_loading`` only that process has weights.
         """
         unused = from_first(self._find_unused)
         for name in unused:
@@ -397,15 +399,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.train_dataset is None or loss is None:
             return []
         trainable = frozenset(n for n, p in self.model.named_parameters() if p.requires_grad)
-        known = self._searched
-        if known is not None and known[0] is self.model and known[1] >= trainable:
+        searched = self._searched
+        if searched is not None and searched[0] is self.model and searched[1] >= trainable:
             return []
         self._searched = self.model, trainable
-        with keeping_random_state():  # from a collator of public data
+        with keeping_random_state():  # a collator of public data may draw random numbers
             return freeze_unused(self.model, loss, self._public_inputs()())
 
     def _public_inputs(self) -> Batches:
-        """Returns what makes the inputs that principal directions are measured on."""
+        """Return a function that makes the inputs for measuring principal directions."""
         dataset, args = self._public_dataset, self.args
         needed = self.train_dataset is not None and (args.chooses or args.projection == PRINCIPAL)
         if dataset is None and (reads_synthetic(self.model) or not needed):
@@ -417,36 +419,40 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return public_batches(dataset, collator, size, self.label_names)
 
     def _inputs_by_form(self) -> Batches:
-        """Returns what makes random inputs of the form of an example, the same for one model."""
-        if self._own_inputs is None or self._own_inputs[0] is not self.model:
+        """Return a function that makes random inputs with the form of an example."""
+        if self._form_inputs is None or self._form_inputs[0] is not self.model:
             dataset, collator = self._with_used_columns(self.train_dataset, "training")
             example = self._public_example
             first = partial(dataset.__getitem__, 0) if example is None else lambda: example
             with explaining_bad_data(self.train_dataset, "Reading the first example"):
                 forms = form_of(dataset, collator, first)
             inputs = InputsByForm(self.model, forms, self.args.projection_seed)
-            self._own_inputs = self.model, inputs
-        return self._own_inputs[1]
+            self._form_inputs = self.model, inputs
+        return self._form_inputs[1]
 
-    # ---- What is chosen ----
+    # ---- Choices ----
 
     def suggestion(self) -> str:
-        """Return tables of the run as it would begin, and objections to it, in words.
+        """Return tables of the chosen options and learning rates, and warnings, as text.
 
-        Rates are chosen, or measured if they are given; nothing is trained. The training data are
-        not looked at, only their number. Not where several processes share a model.
+        Learning rates are chosen, or measured if you pass them. Nothing is trained. Of the
+        training data only the number of examples is used.
+
+        Raises:
+            PrivacyError: the method has no learning rates to choose, or several processes share
+                the model.
         """
         self._make_ready()
         if self.rates is None:
             raise PrivacyError(
-                f"method={self.args.method!r} has no rates to choose by noise, or the model cannot "
-                "be run on inputs that are not the data; pass public_dataset= then."
+                f"method={self.args.method!r} has no learning rates to choose, or the model cannot "
+                "be run on synthetic inputs. Pass public_dataset=, whose examples it can read."
             )
         table = table_of(self.rates, self.private_run, self.plan, self._parts)
         return table + "".join(f"\n{objection}\n" for objection in self._objections())
 
     def _choose_rates(self) -> None:
-        """Chooses rates by the noise of the run, or finds out what it does at given ones."""
+        """Choose learning rates by the noise of the run, or measure the noise at given ones."""
         run, plan = self.private_run, self.plan
         if self._resumed is not None:
             self.rates = self._resumed.rates
@@ -466,7 +472,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return [*at_first, *objections(self.rates, chosen=self.args.chooses)]
 
     def _opening(self) -> str:
-        """Returns what is shown before the first step; empty where nothing was chosen."""
+        """Return the text shown before the first step; empty if nothing was chosen."""
         if not self.args.chooses or self.rates is None:
             return ""
         return table_of(self.rates, self.private_run, self.plan, self._parts)
@@ -475,7 +481,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     @property
     def _units(self) -> Units | None:
-        """The examples of each privacy unit; None if each is one. Reads a data set once."""
+        """The examples of each privacy unit; None if each example is a unit."""
         dataset = self.train_dataset
         if self.args.privacy_unit_column is None:
             return None
@@ -490,24 +496,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return len(counted)
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
-        """Returns N for the training data, as declared; throughput would tell its true size."""
+        """Return the declared N for a training loader; throughput would reveal its true size."""
         draws = getattr(dataloader, "batch_sampler", None)
         if isinstance(draws, PoissonBatchSampler | UnitBatchSampler):
             return int(self.plan.mechanism.num_samples)
         return super().num_examples(dataloader)
 
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Callable[[list[Any]], Any]]:
-        """Returns a data set and its collator, one of which leaves out what the model takes not."""
+        """Return a data set and its collator, without columns that the model does not take."""
         collator = self.data_collator
         if hasattr(dataset, "column_names") and hasattr(dataset, "set_format"):  # datasets.Dataset
             return self._remove_unused_columns(dataset, description=what), collator
         return dataset, self._get_collator_with_removed_columns(collator, description=what)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Returns a loader of Poisson draws.
+        """Return a loader that samples logical batches by Poisson sampling.
 
-        It does not go through ``accelerator.prepare``, which would re-shard the sampler and repeat
-        examples to make batches even.
+        It is not passed to ``accelerator.prepare``, which would shard the sampler again, and repeat
+        examples to make batches equally large.
         """
         if self.train_dataset is None:
             raise ValueError("Trainer: training requires a train_dataset.")
@@ -530,12 +536,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return loader_of(draws, dataset, collator, args, self._units, positions, secret=secret)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
-        """Refuses to evaluate on the training data, also in a way of one's own: it is logged."""
+        """Return the loader of the host; raises ``PrivacyError`` for training rows."""
         self._refuse_training_data(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def _refuse_training_data(self, dataset: Any, what: str = "eval_dataset") -> None:
-        """Refuses data with training rows; None and a name stand for ``eval_dataset``."""
+        """Refuse data with training rows; None and a name mean ``eval_dataset``."""
         held: Any = self.eval_dataset if dataset is None else dataset
         if isinstance(held, str):
             held = self.eval_dataset[held]  # type: ignore[index]
@@ -547,11 +553,13 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any
     ) -> TrainOutput:
-        """Resumes from the last checkpoint that is whole, if it is to find one itself.
+        """Train as the host does; with True, resume from the last complete checkpoint.
 
-        The original takes the last folder, which a run that was killed may have left half saved.
-        ``training_loss`` of what is returned is NaN and says that it is withheld: the loss is no
-        private quantity.
+        The host would resume from the last folder, which a killed run may have saved in part.
+
+        Returns:
+            The output of the host. Its ``training_loss`` is NaN and prints as "withheld", because
+            the loss is not private.
         """
         if resume_from_checkpoint is True:
             folder = str(self.args.output_dir)
@@ -566,7 +574,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             if not resume_from_checkpoint and self.ledger is ledger and self.model is model:
-                self.state = state  # it belongs to the weights, with which nothing was done
+                self.state = state  # the weights did not change, so their state stays
             if isinstance(error, PrivacyError):
                 self._refused = self.ledger is None or not self.ledger.steps
             raise
@@ -576,16 +584,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return output._replace(training_loss=WITHHELD) if self.args.private else output
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Make no further step of a complete run that is resumed; the original makes one."""
+        """Make no step if the resumed run is complete; the host would make one."""
         if self.state.global_step < self.state.max_steps:
             super()._run_epoch(*args, **kwargs)
 
     def start(self, loader: DataLoader[Any] | None = None) -> nn.Module:
-        """Starts a run without ``train()``, for a loop of one's own around ``training_step``.
+        """Start a run without ``train()``, for a loop that you write around ``training_step``.
 
         Args:
-            loader: of ``get_train_dataloader()``. Collator, losses and gradients are examined on
-                its first examples before there is a release; without it they are not.
+            loader: the result of ``get_train_dataloader()``. Collator, losses and gradients are
+                examined on its first examples. Without a loader, they are not examined.
 
         Returns:
             The model to pass to ``training_step``.
@@ -596,7 +604,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> Any:
-        """Starts or resumes ledger and mechanism, and examines the model, before the first step."""
+        """Start or resume ledger and mechanism, and examine the model, before the first step."""
         self._require_as_planned(max_steps)
         moved = was_trained(self.model) or self.state.global_step > 0
         self._refuse_early(train_dataloader, resume_from_checkpoint)
@@ -610,11 +618,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._require_our_optimizer()
         self._require_whole_adapter(moved)
         self._examine_first(train_dataloader)
-        self.private_run.keep_updates_apart()
+        self.private_run.store_updates_separately()
         return prepared
 
     def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
-        """Make the run ready and open its ledger; if that is refused, the run does not change."""
+        """Make the run ready and open its ledger; after an error, the run is as before."""
         before = self.private_run, self.publisher.adapter
         self._make_ready()
         for objection in self._objections():
@@ -622,18 +630,18 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         try:
             self._start_ledger(checkpoint)
         except PrivacyError:
-            self.private_run, self.publisher.adapter = before  # what was trained can be saved
+            self.private_run, self.publisher.adapter = before  # for ``save_model``
             raise
 
     def _try_one_example(self) -> None:
-        """Has errors of the user's data come before anything is measured or chosen.
+        """Run the first example, so that bad data raise an error before anything is measured.
 
-        The first example runs through collator, model and loss, in the first process. A loss of
-        the host or of a subclass waits for ``train()``: it may need what is not set yet.
+        The first process runs it through collator, model and loss. A loss of the host or of a
+        subclass is not tried: it may need attributes that are set later.
         """
-        own = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
-        known = METHODS[self.args.method].query is None and self._sharding is None
-        if not (own and known and self.args.chooses) or self._has_no_rows():
+        loss_of_model = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
+        plain = METHODS[self.args.method].query is None and self._sharding is None
+        if not (loss_of_model and plain and self.args.chooses) or self._has_no_rows():
             return
         loss = self._known_loss()
         if loss is not None:
@@ -654,7 +662,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 losses_of(self.model, loss, batch)
 
     def _refuse_early(self, loader: Any, checkpoint: str | None) -> None:
-        """Has errors of folder and ``compute_loss`` come before anything is measured or chosen."""
+        """Check the folder and ``compute_loss`` before anything is measured or chosen."""
         before = self.ledger if self.model_init is None else None
         if checkpoint is None:
             from_first(lambda: self.plan.refuse_start(before))
@@ -673,14 +681,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             from_first(examine)
 
     def _require_our_optimizer(self) -> None:
-        """Refuses a schedule that follows the data, and an optimizer that is not the run's."""
+        """Refuse a schedule that follows a metric, and an optimizer from another source."""
         refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
         run = self.private_run
         if run.optimizer is None:
             raise PrivacyError(
-                f"{type(self).__name__}.create_optimizer() made an optimizer that does not take "
-                "private gradients, as it did not call super().create_optimizer(). Take it out, or "
-                "call that and return its optimizer."
+                f"{type(self).__name__}.create_optimizer() made an optimizer that does not receive "
+                "private updates: it did not call super().create_optimizer(). Remove the "
+                "override, or call super() and return its optimizer."
             )
         require_each_once(run.optimizer, self.model, run.trainable)
 
@@ -692,18 +700,18 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """
         require(
             self.publisher.adapter is None or not moved or bool(self.private_run.changes()),
-            "save_as='adapter': the model was trained before, and what that added to its weights "
-            "is not known, so an adapter would miss it. Save it and load it from there, as the "
-            "base of this run; resume from a checkpoint that was made with save_as='adapter' and "
-            "with optimizer.pt; or leave save_as at 'model'.",
+            "save_as='adapter': the model was trained before this run, and an adapter would miss "
+            "that change of the weights. Save the model and load it again as the "
+            "base; resume from a checkpoint that was made with save_as='adapter' and "
+            "has optimizer.pt; or leave save_as at 'model'.",
         )
 
     def _examine_first(self, loader: Any) -> None:
-        """Examines the model on the first examples of a loader, if there is one."""
+        """Examine the model on the first examples of a loader, if there is one."""
         require(
             loader is not None or not is_sharded(self.model),
-            "With fsdp the model must be tried on examples before the first step. Pass "
-            "trainer.start() the loader of trainer.get_train_dataloader().",
+            "With fsdp the model must be examined on examples before the first step. Pass "
+            "the loader of trainer.get_train_dataloader() to trainer.start().",
         )
         if loader is not None:
             with (
@@ -717,15 +725,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return progress(doing, shown or None, unit)
 
     def _require_as_planned(self, max_steps: int) -> None:
-        """Refuses what has changed since the trainer was made; a collective call."""
+        """Refuse changes of data and settings since the trainer was made; a collective call."""
         refuse_launcher(self)  # again, as a process group may have been made since
         trainable = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         self.plan.require_agreement(self._dataset_size, self.state.global_step, trainable)
         if (units := self._units) is not None:
             require(
                 units_of(self.train_dataset, self.args).checksum == units.checksum,
-                f"What privacy_unit_column={self.args.privacy_unit_column!r} says of train_dataset "
-                "has changed since the trainer was made. Make a new trainer.",
+                f"The values of privacy_unit_column={self.args.privacy_unit_column!r} in "
+                "train_dataset have changed since the trainer was made. Make a new trainer.",
             )
             require_agreement({}, unsaid={"whose the examples are": units.checksum})
         require(
@@ -736,7 +744,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Creates the optimizer of the method; the projection may be a part of its state."""
+        """Create the optimizer of the method; its state may contain the projection."""
         new = self.optimizer is None
         if self.args.chooses and self.rates is None:
             self._choose_rates()
@@ -746,13 +754,13 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return optimizer
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Moves what is kept beside the weights into them, before the best may be loaded."""
-        reshard(self.model)  # an evaluation may have left whole weights, which nothing would reach
+        """Merge separately stored updates into the weights, then finish as the host does."""
+        reshard(self.model)  # an evaluation may have gathered the weights
         self.private_run.stop()
         output = super()._finalize_training(*args, **kwargs)
         if self._noted:
             self._note_provenance(self.privacy_spent().epsilon)
-        self.save_state()  # with all that was logged
+        self.save_state()  # with the complete logs
         return output
 
     def _start_ledger(self, checkpoint: str | None) -> None:
@@ -771,7 +779,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._noted = False
 
     def _start_run(self) -> None:
-        """Starts the mechanism, on weights that are now where they are to be trained."""
+        """Start the mechanism, after the weights were moved to their devices."""
         self._spread_model()
         if is_sharded(self.model):
             reshard(self.model)
@@ -784,19 +792,19 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.ledger, known.noise if known else noise_generator(args.device, args.secure_noise)
         )
         if self.rates is not None:
-            run.signal.groups = {n: own.name for own in self.rates.groups for n in own.parameters}
+            run.signal.groups = {n: g.name for g in self.rates.groups for n in g.parameters}
 
     def _examine(self, loader: DataLoader[Any]) -> None:
-        """Tries collator, losses and gradients on a few examples, before the first release.
+        """Examine collator, losses and gradients on a few examples, before the first update.
 
-        The state of collator, data set, model and loss is noted before any of them sees an example.
+        The states of collator, data set, model and loss are recorded before they see an example.
         """
         with self._remembering_nothing(self.private_run.per_sample.loss, state_of(loader)):
             self._try(loader)
 
     @contextmanager
     def _remembering_nothing(self, loss: LossFunction, data: StateGuard) -> Iterator[None]:
-        """Refuses a model, a loss, a collator or a data set that remembers an example."""
+        """Refuse a model, a loss, a collator or a data set that stores data of an example."""
         if not METHODS[self.args.method].private:
             yield
             return
@@ -833,12 +841,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         note_provenance(self.model, self.ledger, epsilon if private else math.inf)
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Draws as the original does; data set or collator may fail in one process only."""
+        """Fetch batches as the host does; if one process fails, all fail."""
         with self._handling_data("Fetching a batch"):
             return super().get_batch_samples(*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Says what to do where the original would fail for want of space."""
+        """Save as the host does; an error says what to do, for instance about a full disk."""
         with saving_a_checkpoint(str(self.args.output_dir)):
             super()._save_checkpoint(*args, **kwargs)
 
@@ -848,24 +856,28 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         inputs: LogicalBatch,  # type: ignore[override]
         num_items_in_batch: Any = None,
     ) -> Tensor:
-        """Makes one release from one Poisson draw, however many physical batches it takes.
+        """Make one private update from one sampled batch, in any number of physical batches.
 
-        The original would differentiate one loss averaged over the batch. Returns 0 instead of the
-        training loss, which is an un-noised function of the data.
+        Returns:
+            0 instead of the training loss, which is a function of the data without noise. In a
+            run without noise, the mean loss.
+
+        Raises:
+            PrivacyError: the budget is spent.
         """
         with self._handling_data("Computing the gradients of a batch"):
             require(
                 self.releases_left() > 0,  # a callback may have overruled StopAtBudget
-                f"The budget of {self.plan.steps} releases is spent, and another was asked for. "
-                "Take out the callback that resets control.should_training_stop.",
+                f"The budget of {self.plan.steps} releases is spent, and a callback continues. "
+                "Remove the callback that resets control.should_training_stop.",
             )
             if not all(module.training for module in self._modules_of(model)):
                 model.train()
             if self._known_streams is None:
-                forget_the_seed()  # that a callback may have set
+                forget_the_seed()  # a callback may have set one
             done = self.private_run.step(self.state.global_step, inputs, self._on_device)
         self._private_norm = done.norm
-        if not self._noted:  # whoever saves the model from now on saves the note with it
+        if not self._noted:  # from now on the note is saved with the config
             self._noted = True
             self._note_provenance(self.plan.epsilon_of_run)
         if self.args.private:
@@ -873,19 +885,19 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return done.loss / max(inputs.num_examples, 1)
 
     def _modules_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Returns all modules of a model; to walk through them takes as long as a layer."""
+        """Return all modules of a model, cached: iterating takes as long as a layer."""
         if not self._every_module or self._every_module[0] is not model:
             self._every_module = tuple(model.modules())
         return self._every_module
 
     def _on_device(self, physical: Any) -> Any:
-        """Moves a physical batch, whose memory is pinned, without waiting for a GPU."""
+        """Move a physical batch to the device, from pinned memory without waiting for a GPU."""
         moved = send_to_device(physical, self.args.device, non_blocking=True)
         return self._prepare_inputs(moved)
 
     @contextmanager
     def _handling_data(self, doing: str) -> Iterator[None]:
-        """Has all processes fail if one does, and says what to look at in the training data."""
+        """Let all processes fail if one fails, and add a note about the training data."""
         with (
             failing_together(self.private_run.abandon),
             explaining_bad_data(self.train_dataset, doing),
@@ -895,20 +907,20 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     # ---- Training Utilities ----
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        """Reports the norm of the private gradient; clipping again would be wrong."""
+        """Return the norm of the private update, which must not be clipped again."""
         return self._private_norm
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Tensor:
-        """Reports the norm of the private gradient, as ``_clip_grad_norm`` does."""
+        """Return the norm of the private update."""
         return self._private_norm
 
     def _track_num_input_tokens(self, inputs: LogicalBatch) -> None:
-        """Counts tokens of drawn batches only in a run without noise."""
+        """Count tokens of sampled batches, only in a run without noise."""
         for physical in () if self.args.private else inputs:
             super()._track_num_input_tokens(physical)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Returns the expected size of a draw, which throughput is reported for."""
+        """Return the expected size of a sampled batch, for the reported throughput."""
         return self.args.logical_batch_size
 
     # ---- Evaluation & Prediction ----
@@ -920,9 +932,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         metric_key_prefix: str = "eval",
         **kwargs: Any,
     ) -> dict[str, float]:
-        """Evaluates as the original does, but not on the training data: metrics are logged.
+        """Evaluate as the host does, and log metrics.
 
-        Here too, as a host may make another object of what it is given before it asks for a loader.
+        Raises:
+            PrivacyError: the data have training rows. This is checked here and when the loader is
+                made, because the host may prepare other data in between.
         """
         self._refuse_training_data(eval_dataset)
         with self._logging(metric_key_prefix):
@@ -935,14 +949,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         metric_key_prefix: str = "test",
         **kwargs: Any,
     ) -> PredictionOutput:
-        """Predicts as the original does, but not on training data."""
+        """Predict as the host does; raises ``PrivacyError`` for data with training rows."""
         self._refuse_training_data(test_dataset, "test_dataset")
         with self._logging(metric_key_prefix):
             return super().predict(test_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     @contextmanager
     def _logging(self, prefix: str) -> Iterator[None]:
-        """Log metrics with that prefix, which are metrics of evaluation data."""
+        """Let metrics with this prefix, which are of evaluation data, be logged."""
         before = self._prefixes
         self._prefixes = (*before, prefix)
         try:
@@ -953,21 +967,21 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     # ---- Checkpoint Saving, Checkpoint Resuming ----
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Saves no random state: dropout masks are secret (``streams.forget_the_seed``)."""
+        """Save no random state: dropout masks are secret (``streams.forget_the_seed``)."""
         if self._known_streams is not None:
             super()._save_rng_state(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Loads no random state, for the same reason."""
+        """Load no random state, for the same reason."""
         if self._known_streams is not None:
             super()._load_rng_state(checkpoint)
 
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds epsilon, noise, and signal if it is measurable.
+        """Log, with epsilon and noise, and with signal if it is measurable.
 
-        ``OnlyPrivateLogs`` takes out what is not private.
+        ``OnlyPrivateLogs`` removes values that are not private.
         """
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon
@@ -982,38 +996,39 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             logs.update(shown)
 
     def _sampled(self, releases: int) -> float:
-        """Returns the norm that sampling alone can give to the mean of so many releases."""
-        own = self.plan.mechanism
-        return own.max_grad_norm / math.sqrt(max(releases, 1) * own.expected_batch_size)
+        """Return the norm that sampling alone can give to the mean of that many updates."""
+        mechanism = self.plan.mechanism
+        size = max(releases, 1) * mechanism.expected_batch_size
+        return mechanism.max_grad_norm / math.sqrt(size)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
-        """Returns 0 unless the run has no noise: the count tells the drawn sizes."""
+        """Return 0 in a run with noise, because the count reveals the sizes of sampled batches."""
         batches = () if self.args.private else inputs
         count = super().floating_point_ops
         return sum(count(physical) for physical in batches)
 
     def privacy_spent(self) -> PrivacySpent:
-        """Returns epsilon so far, an upper bound, and all it depends on."""
+        """Return an upper bound on the epsilon spent so far, and all that it depends on."""
         if self.train_dataset is None:
             raise PrivacyError("train_dataset=None: nothing is trained, so nothing is spent.")
         return self.plan.spent(self.ledger)
 
     def releases_left(self) -> float:
-        """Returns how many more releases the budget allows; infinite without a target epsilon."""
+        """Return how many more updates the budget allows; infinite without a target epsilon."""
         return self.plan.releases_left(self.ledger)
 
     # ---- Hyperparameter Search ----
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuses: choosing the best of several private runs is not covered by any one ledger."""
+        """Raise ``PrivacyError``: the epsilon of one run does not cover a choice among several."""
         raise PrivacyError(
-            "hyperparameter_search() chooses among runs by their results, which the epsilon of one "
-            "run does not cover. Tune on public data, or add all runs up, by earlier_data='same'."
+            "hyperparameter_search() compares the results of several runs, and the epsilon of one "
+            "run does not. Tune on public data, or add up all runs (earlier_data='same')."
         )
 
 
 def _as_evaluation(method: Callable[..., Any], prefix: str) -> Callable[..., Any]:
-    """Returns a method under whose prefix metrics are logged while it runs."""
+    """Return a method that lets metrics with its prefix be logged while it runs."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -1032,5 +1047,5 @@ def _mean_loss(
     labels: Tensor | None,
     num_items_in_batch: Any = None,
 ) -> Tensor:
-    """Returns the mean of a user's per-sample losses, which is what evaluation reports."""
+    """Return the mean of a user's per-sample losses, for evaluation."""
     return function(outputs, labels, num_items_in_batch=num_items_in_batch).mean()

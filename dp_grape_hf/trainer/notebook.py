@@ -1,4 +1,4 @@
-"""The live table of a notebook. To import this module takes IPython."""
+"""The live table of metrics in a notebook. This module needs IPython."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dp_grape_hf.trainer.callbacks import PRIVATE_LOGS
 
 
 class PrivacyNotebookProgress(NotebookProgressCallback):
-    """The table of the Trainer in a notebook, in which each column has its own name.
+    """The table of the Trainer in a notebook, with a separate column for each private value.
 
-    The original cuts off what stands before the first underscore of a name, as the prefix of a
-    metric. Epsilon, signal and noise have no prefix, so they get one here.
+    The host removes the part of a name before the first underscore, which is the prefix of a
+    metric. Epsilon, signal and noise have no prefix, so this class adds one.
     """
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
     ) -> None:
-        """Writes a line into the table."""
+        """Write a line into the table, with prefixed names of private values."""
         named = {
             f"private_{name}" if name in PRIVATE_LOGS else name: value
             for name, value in (metrics or {}).items()

@@ -1,4 +1,4 @@
-"""Rows that two data sets share, found by digests of their contents.
+"""Rows that two data sets share, determined by digests of their contents.
 
 Shapes: N rows.
 """
@@ -30,11 +30,11 @@ _QUIET = 2.0  # seconds before a progress bar is shown
 
 
 class TrainingRows:
-    """The rows of a training data set; finds them in other data sets, and is read once.
+    """The rows of a training data set, for comparison with other data sets. It is read once.
 
     Args:
         data: the training data set.
-        args: of the run.
+        args: the arguments of the run.
     """
 
     def __init__(self, data: Any, args: DPGrapeArguments) -> None:
@@ -50,20 +50,20 @@ class TrainingRows:
         A row is a training row if both are the same element of the same object, through
         ``Subset`` and ``ConcatDataset``, or if both have the same contents. Contents are compared
         as they are stored, or as they are read if no stored column is in both data sets. Labels
-        and single numbers are no contents.
+        and single numbers do not count as contents.
 
         Args:
             dataset: another data set with a length.
             what: its name in messages.
-            most: how many of its first rows are compared; all if None.
+            most: compare at most this many first rows; all if None.
         """
         rows = np.arange(len(dataset))[:most]
         others = [*_pieces(dataset, rows, rows)]
-        found = self._elements_in(others)
-        if not len(found):
-            with keeping_random_state():  # data sets may draw
-                found = np.unique(self._with_equal_contents(others, f"Comparing it with {what}"))
-        return found
+        shared = self._elements_in(others)
+        if not len(shared):
+            with keeping_random_state():  # data sets may draw random numbers
+                shared = np.unique(self._with_equal_contents(others, f"Comparing it with {what}"))
+        return shared
 
     def elements_of(self, dataset: Any) -> Numbers:
         """Return which rows of a data set are elements of the training data set's objects.
@@ -75,9 +75,9 @@ class TrainingRows:
         return self._elements_in([*_pieces(dataset, rows, rows)])
 
     def _elements_in(self, others: list[_Piece]) -> Numbers:
-        pairs = [(own, other) for own in self._pieces for other in others if own.data is other.data]
-        found = [other.at[np.isin(other.rows, own.rows)] for own, other in pairs]
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *found]))
+        pairs = [(p, other) for p in self._pieces for other in others if p.data is other.data]
+        shared = [other.at[np.isin(other.rows, p.rows)] for p, other in pairs]
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *shared]))
 
     def _with_equal_contents(self, others: list[_Piece], doing: str) -> Numbers:
         for stored in (True, False):
@@ -121,7 +121,7 @@ class TrainingRows:
 
 @dataclass
 class _Piece:
-    """Rows of one object, and where they are in a data set that is made of it."""
+    """Some rows of one object, and their indices in a data set that contains the object."""
 
     data: Any
     rows: Numbers
@@ -134,7 +134,7 @@ class _Piece:
 
 
 def _pieces(data: Any, rows: Numbers, at: Numbers) -> Iterator[_Piece]:
-    """Yield what a data set is made of, through ``Subset`` and ``ConcatDataset``.
+    """Yield the objects that make up a data set, through ``Subset`` and ``ConcatDataset``.
 
     Args:
         data: a data set.
@@ -188,32 +188,32 @@ def _examples(
             yield dict(enumerate(example)) if named is None else named
 
 
-_BESIDE = re.compile("label|_mask$|token_type_ids$|position_ids$")  # alike in many rows
+_NO_CONTENTS = re.compile("label|_mask$|token_type_ids$|position_ids$")  # equal in many rows
 
 
 def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[Any]:
-    """Returns under which names rows hold what tells them apart: more than single numbers.
+    """Return the names of columns that distinguish rows: those with more than single numbers.
 
-    Labels only if there is nothing else; single numbers only if some have fractions.
+    Labels are used only without other columns; single numbers only if some have fractions.
     """
-    inputs = [name for name in names if not _BESIDE.search(str(name))]
+    inputs = [name for name in names if not _NO_CONTENTS.search(str(name))]
     labels = [name for name in names if "label" in str(name)]
     held = {name: [_canonical(row.get(name)) for row in rows] for name in (*inputs, *labels)}
     for some in (inputs, labels):
-        if found := [n for n in some if any(x and not isinstance(x, int | float) for x in held[n])]:
-            return found
+        if rich := [n for n in some if any(x and not isinstance(x, int | float) for x in held[n])]:
+            return rich
     return inputs if any(isinstance(x, float) for n in inputs for x in held[n]) else []
 
 
 def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
-    """Returns a hash of 64 bits of the values of a row under these names; 0 if there are none."""
+    """Return a hash of 64 bits of the values of a row under these names; 0 if there are none."""
     held = [_canonical(row.get(name)) for name in names]
-    found = blake2b(repr(held).encode(), digest_size=8).digest()
-    return int.from_bytes(found) if any(held) else 0
+    digest = blake2b(repr(held).encode(), digest_size=8).digest()
+    return int.from_bytes(digest) if any(held) else 0
 
 
 def _canonical(value: Any) -> Any:
-    """Returns a value in the one form that it has in every library; None if it is empty."""
+    """Return a value in a form that does not depend on its library; None if it is empty."""
     if isinstance(value, str | bytes | None):
         return value or None
     if isinstance(value, Mapping):
@@ -221,10 +221,10 @@ def _canonical(value: Any) -> Any:
         return {key: item for key, item in items.items() if item is not None} or None
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
-        value = value.float() if value.is_floating_point() else value  # bfloat16 is torch's alone
+        value = value.float() if value.is_floating_point() else value  # NumPy has no bfloat16
     try:
         array = np.asarray(value)
-    except (RuntimeError, TypeError, ValueError):  # of several lengths, say
+    except (RuntimeError, TypeError, ValueError):  # for instance, rows of several lengths
         array = np.asarray(None)
     if array.dtype.kind in "bui":
         array = array.astype(np.int64)

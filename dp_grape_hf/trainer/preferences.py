@@ -1,9 +1,9 @@
 """``DPGrapeDPOTrainer`` and ``DPGrapeRewardTrainer``: TRL's training on preferences, private.
 
-An example is a pair of texts, as in TRL, and its two rows count together before there is a norm.
-TRL prepares the data and computes what the reference model says; its own loss never runs on a
-training batch, of which it would log rewards, margins and accuracies. It serves evaluation, and is
-what the loss of single pairs is held against before the first release.
+An example is a pair of texts, as in TRL. The gradients of its two rows are added before clipping.
+TRL prepares the data and runs the reference model. Its loss never runs on a training batch, because
+it would log rewards, margins and accuracies. It is used in evaluation, and before the first update
+the loss of single pairs is compared with it.
 
 Needs ``pip install 'dp_grape_hf[sft]'``.
 """
@@ -36,27 +36,27 @@ from dp_grape_hf.trainer.sft import REFUSED_IF_SET, TRLArguments, TRLMixin
 
 REFUSED_OF_REWARDS = {
     "activation_offloading": REFUSED_IF_SET["activation_offloading"],
-    "label_smoothing_factor": "it is about words of a vocabulary, and TRL has no use for it; leave "
-    "it at 0",
+    "label_smoothing_factor": "it smooths classes, and a pair of texts has none; leave it at 0",
 }
-"""Name of an option of ``RewardConfig`` -> why it is refused, and what to do instead."""
+"""Name of an option of ``RewardConfig`` -> why it is not supported, and what to do instead."""
 
 REFUSED_OF_DPO = {
     **REFUSED_OF_REWARDS,
     "padding_free": REFUSED_IF_SET["padding_free"],
     "router_aux_loss_coef": "the load-balancing loss of experts averages over the tokens of the "
     "batch; set it to 0.0",
-    "sync_ref_model": "it would copy weights beside which updates are kept; leave it at False",
-    "use_weighting": "its weights of pairs are not known to this package; leave it at False",
-    "ld_alpha": "its shares of long texts are not known to this package; leave it out",
+    "sync_ref_model": "it would copy weights without their separately stored updates; leave it at "
+    "False",
+    "use_weighting": "the loss of single pairs does not support weights; leave it at False",
+    "ld_alpha": "the loss of single pairs does not support weights of long texts; leave it out",
 }
-"""Name of an option of ``DPOConfig`` -> why it is refused, and what to do instead."""
+"""Name of an option of ``DPOConfig`` -> why it is not supported, and what to do instead."""
 
 
 def _pairs(collator: Callable[[list[Any]], Any], examples: list[Any]) -> dict[str, Any]:
-    """Puts the two texts of a pair side by side: (2 B, ...) as (B, 2, ...).
+    """Return a collated batch of pairs: (2 B, ...) as (B, 2, ...).
 
-    The collator is TRL's, or one that gives rows in its order: all chosen texts, then the others.
+    The collator returns rows in TRL's order: all chosen texts, then all rejected ones.
     """
     return side_by_side(collator(examples), len(examples))
 
@@ -67,14 +67,14 @@ class _PairsMixin(TRLMixin):
     def _with_used_columns(self, dataset: Any, what: str) -> tuple[Any, Any]:
         if what == "public":
             raise PrivacyError(
-                "public_dataset was given, and what it holds are no pairs of this trainer. Leave "
-                "it out: synthetic inputs serve as well."
+                "public_dataset was passed, and this trainer cannot read it: its examples are no "
+                "pairs. Leave it out: synthetic inputs serve as well."
             )
         dataset, collator = super()._with_used_columns(dataset, what)
         return dataset, partial(_pairs, collator)
 
-    def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Returns the loss of TRL, and keeps it out of the logs."""
+    def _loss_of_trl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of TRL, without logging its metrics."""
         before = self._metrics
         self._metrics = {mode: defaultdict(list) for mode in before}
         try:
@@ -107,7 +107,7 @@ class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
     """TRL's ``RewardTrainer`` whose training is differentially private.
 
     Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
-    ``DPGrapeRewardConfig``. An example is a pair of texts, a row of ``train_dataset``; pairs that
+    ``DPGrapeRewardConfig``. An example is a pair of texts, a row of ``train_dataset``. Pairs that
     TRL drops for their length are not counted.
     """
 
@@ -115,7 +115,7 @@ class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
 
     def _loss_of_host(self) -> PairLoss:
         args: Any = self.args
-        return RewardLoss(self._own_loss, args.center_rewards_coefficient)
+        return RewardLoss(self._loss_of_trl, args.center_rewards_coefficient)
 
 
 # ---- Direct preference optimisation ----
@@ -144,18 +144,19 @@ class DPGrapeDPOConfig(TRLArguments, DPOConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        """Refuses what belongs to this host, and then what belongs to all."""
+        """Check the options of TRL, and then all others."""
         given: Any = self.loss_type
         names = [given] if isinstance(given, str) else given
         if unknown := [name for name in names if name not in PREFERENCES]:
             raise PrivacyError(
-                f"loss_type={unknown!r} is refused: aot and aot_unpaired sort the pairs of a "
-                f"batch, which couples them. Choose of {', '.join(PREFERENCES)}."
+                f"loss_type={unknown!r} is not supported: aot and aot_unpaired sort the pairs of a "
+                "batch, so one pair would influence others. Choose one or more of "
+                f"{', '.join(PREFERENCES)}."
             )
         if self.f_divergence_type != "reverse_kl":
             raise PrivacyError(
-                f"f_divergence_type={self.f_divergence_type!r} is refused: its loss is not known "
-                "to this package. Leave it at 'reverse_kl'."
+                f"f_divergence_type={self.f_divergence_type!r} is not supported: the loss of "
+                "single pairs is implemented for 'reverse_kl' only. Leave it at 'reverse_kl'."
             )
         self.router_aux_loss_coef = self.router_aux_loss_coef or 0.0  # None: as the model has it
         super().__post_init__()
@@ -165,10 +166,10 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` whose training is differentially private.
 
     Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
-    ``DPGrapeDPOConfig``, and ``ref_model`` and ``peft_config`` are taken as by ``DPOTrainer``. An
-    example is a prompt with two answers, a row of ``train_dataset``; rows that TRL drops for their
-    length are not counted. The reference model runs without gradient and in evaluation mode, on
-    each text by itself.
+    ``DPGrapeDPOConfig``, and ``ref_model`` and ``peft_config`` work as in ``DPOTrainer``. An
+    example is a prompt with two answers, a row of ``train_dataset``. Rows that TRL drops for their
+    length are not counted. The reference model runs without gradients and in evaluation mode, so
+    its output for a text does not depend on other texts.
 
     Raises:
         PrivacyError: also for images in the data.
@@ -179,15 +180,15 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
     def _loss_of_host(self) -> PairLoss:
         if self._is_vision_dataset:
             raise PrivacyError(
-                "train_dataset has images, whose patches are not told apart by pairs. Train on "
-                "text alone."
+                "train_dataset has images, which DPGrapeDPOTrainer does not support: their patches "
+                "cannot be assigned to pairs. Train on text alone."
             )
         if self.ref_model is not None:
             self.ref_model.eval()
         args: Any = self.args
         weights = args.loss_weights or [1.0] * len(self.loss_types)
         return PreferenceLoss(
-            self._own_loss,
+            self._loss_of_trl,
             dict(zip(self.loss_types, weights, strict=True)),
             beta=args.beta,
             smoothing=args.label_smoothing,
@@ -195,9 +196,9 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
         )
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """Adds what the reference model says of the texts of a training batch."""
+        """Add the reference model's log probabilities of the texts to a training batch."""
         inputs = super()._prepare_inputs(inputs)
-        if inputs["input_ids"].dim() < 3:  # in evaluation, whose batches are TRL's
+        if inputs["input_ids"].dim() < 3:  # in evaluation, batches have the form of TRL
             return inputs
         if self.precompute_ref_logps:
             reference = inputs.pop("ref_chosen_logps"), inputs.pop("ref_rejected_logps")
@@ -207,8 +208,8 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
                 reference = self.compute_ref_log_probs(model, by_halves(inputs))
         return {**inputs, REFERENCE: torch.stack(reference, 1)}
 
-    def _own_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """Hands the reference on in the form of TRL, which looks there if it was precomputed."""
+    def _loss_of_trl(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of TRL, with the reference under the names that TRL reads."""
         names = ("ref_chosen_logps", "ref_rejected_logps")
         reference = dict(zip(names, inputs.pop(REFERENCE).chunk(2), strict=True))
-        return super()._own_loss(model, {**inputs, **reference})
+        return super()._loss_of_trl(model, {**inputs, **reference})

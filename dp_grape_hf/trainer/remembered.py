@@ -1,9 +1,8 @@
 """Results of the start of a run that later runs reuse: P, and learning rates.
 
-To measure them takes most of the time before the first step. Both are pure functions of the weights
-that a run begins with, of synthetic inputs and of public settings. So each result is kept in a file
-of the Hugging Face cache. The name of the file is the SHA-256 of all that the result is computed
-from:
+Measuring them takes most of the time before the first step. Both are pure functions of the initial
+weights, of synthetic inputs and of public settings. So each result is stored in a file in the
+Hugging Face cache. The name of the file is the SHA-256 of everything that the result depends on:
 
 * the names, dtypes, shapes and bytes of all parameters and buffers; but not the bytes of a head,
   which neither P nor rates depend on, and which each run begins with other random numbers in;
@@ -14,13 +13,13 @@ from:
 * the source code of this package, the versions of torch and transformers, and the device.
 
 Guarantee:
-    No training example has a say in a file. Results are kept only inside of ``remembering``, only
-    if the inputs are a ``SyntheticInputs``, and only before this process has trained the weights.
-    The weights that a run begins with count as public, as everywhere in this package.
+    A file does not depend on training examples. Results are stored only inside ``remembering``,
+    only if the inputs are a ``SyntheticInputs``, and only before this process has trained the
+    weights. The initial weights count as public, as everywhere in this package.
 
-    Someone who writes other files into the folder can make a run learn less. Its epsilon holds all
-    the same: it holds for any public P, and learning rates scale what is private already. Noise
-    multipliers are not kept, because a wrong one would break epsilon.
+    Someone who changes the files can make a run learn less, but epsilon still holds: it holds for
+    any public P, and learning rates only scale private updates. Noise multipliers are not stored,
+    because a wrong one would break epsilon.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ T = TypeVar("T")
 
 _MOST_BYTES, _MOST_FILES = 2**30, 100
 """Bounds of the folder. The files that were used longest ago are removed first."""
-_ABANDONED = 3600.0  # seconds after which a half-written file is that of a process that was killed
+_ABANDONED = 3600.0  # seconds after which an incomplete file counts as left by a killed process
 
 _Fingerprint = Callable[[], str | None]
 _fingerprint: ContextVar[_Fingerprint | None] = ContextVar("fingerprint", default=None)
@@ -64,25 +63,25 @@ _fingerprint: ContextVar[_Fingerprint | None] = ContextVar("fingerprint", defaul
 
 @contextmanager
 def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> Iterator[None]:
-    """Lets the functions below use and keep results inside, if the inputs are synthetic.
+    """Context in which the functions below store and reuse results, if the inputs are synthetic.
 
     Args:
-        model: nothing inside may change it for good.
-        inputs: what results inside are measured on.
+        model: the model. Code inside must not change it permanently.
+        inputs: the inputs on which results are measured.
         head: the layer whose outputs the model returns, if nothing else uses its parameters.
     """
 
-    @cache  # inside, the weights stay, or are put back
-    def found() -> str | None:
+    @cache  # the weights do not change inside
+    def fingerprint() -> str | None:
         if not isinstance(inputs, SyntheticInputs) or was_trained(model):
             return None
         try:
             return _fingerprint_of(model, inputs, head)
         except Exception as error:  # of any model's code
-            logger.info("Results are neither looked up nor kept: %r", error)
+            logger.info("Results are neither reused nor stored: %r", error)
             return None
 
-    token = _fingerprint.set(found)
+    token = _fingerprint.set(fingerprint)
     try:
         yield
     finally:
@@ -92,18 +91,18 @@ def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> I
 def remembered_matrices(
     what: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Returns what ``make`` returns, or what it returned in an earlier run.
+    """Return the result of ``make``, from an earlier run if it was stored.
 
     Args:
         what: the name of the result.
-        settings: all that the result depends on, besides model and inputs, as JSON can hold it.
+        settings: all that the result depends on, besides model and inputs; values of JSON.
         make: returns tensors by name; names may share a tensor.
     """
 
-    def pack(found: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        own = {id(tensor): f"{number}" for number, tensor in enumerate(found.values())}
-        keys = {name: own[id(tensor)] for name, tensor in found.items()}
-        return keys, {keys[name]: tensor for name, tensor in found.items()}
+    def pack(made: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+        key_of = {id(tensor): f"{number}" for number, tensor in enumerate(made.values())}
+        keys = {name: key_of[id(tensor)] for name, tensor in made.items()}
+        return keys, {keys[name]: tensor for name, tensor in made.items()}
 
     def unpack(keys: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensors[key] for name, key in keys.items()}
@@ -112,11 +111,11 @@ def remembered_matrices(
 
 
 def remembered_value(what: str, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Returns what ``make`` returns, which JSON can hold, or what it returned in an earlier run.
+    """Return the result of ``make``, a value of JSON, from an earlier run if it was stored.
 
     Takes the arguments of ``remembered_matrices``.
     """
-    return _remembered(what, settings, make, lambda found: (found, {}), lambda value, _: value)
+    return _remembered(what, settings, make, lambda made: (made, {}), lambda value, _: value)
 
 
 def _remembered(
@@ -133,27 +132,27 @@ def _remembered(
     facts = json.dumps([what, settings, model_and_inputs, *_surroundings()], sort_keys=True)
     path = _folder() / f"{hashlib.sha256(facts.encode()).hexdigest()}.safetensors"
     try:
-        found = unpack(*_read(path))
-        logger.info("The %s are those that an earlier run measured (%s).", what, path)
-        return found
+        stored = unpack(*_read(path))
+        logger.info("The %s were measured by an earlier run (%s).", what, path)
+        return stored
     except FileNotFoundError:
         pass
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-        logger.info("%s cannot be read (%r), and is written anew.", path, error)
+        logger.info("%s cannot be read (%r), and is written again.", path, error)
     made = make()
     try:
         _write(path, *pack(made))
         _keep_small(path.parent)
     except OSError as error:
-        logger.info("The %s are not kept for later runs: %r.", what, error)
+        logger.info("The %s are not stored for later runs: %r.", what, error)
     return made
 
 
-# ---- What a result depends on ----
+# ---- Digests of everything that a result depends on ----
 
 
 def _fingerprint_of(model: Any, inputs: SyntheticInputs, head: str | None) -> str | None:
-    """Returns a digest of a model and of its inputs; None if not all of its weights are here."""
+    """Return a digest of a model and its inputs; None if this process lacks some weights."""
     digest = hashlib.sha256()
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
@@ -200,15 +199,15 @@ def _add(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def _in_words(module: nn.Module) -> str:
-    """Returns the class of a module, and its attributes that are a number or a text."""
+    """Return the class of a module, and its attributes that are a number or a text."""
     simple = int | float | str | torch.dtype | None
-    own = {n: v for n, v in vars(module).items() if isinstance(v, simple) and n != "training"}
-    return f"{type(module).__module__}.{type(module).__qualname__} {sorted(own.items())}"
+    values = {n: v for n, v in vars(module).items() if isinstance(v, simple) and n != "training"}
+    return f"{type(module).__module__}.{type(module).__qualname__} {sorted(values.items())}"
 
 
 @cache
 def _surroundings() -> tuple[str, ...]:
-    """Returns what results depend on that is the same for all runs of a process."""
+    """Return the dependencies of results that are the same for all runs of a process."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     return package_digest(), torch.__version__, transformers.__version__, device
 
@@ -230,24 +229,24 @@ def _folder() -> Path:
 
 
 def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Returns a value and tensors from a file.
+    """Return a value and tensors from a file.
 
     Raises:
-        ValueError: The content of the file is not what was written.
+        ValueError: the digest of the content is wrong.
     """
     with safe_open(path, framework="pt") as file:
         text = (file.metadata() or {})["value"]
         digest = (file.metadata() or {})["digest"]
         tensors = {key: file.get_tensor(key) for key in file.keys()}
     if digest != _digest(text, tensors):
-        raise ValueError("its digest is another one")
+        raise ValueError("its digest is wrong")
     with suppress(OSError):
         os.utime(path)
     return json.loads(text), tensors
 
 
 def _write(path: Path, value: Any, tensors: dict[str, Tensor]) -> None:
-    """Writes a file, whole or not at all."""
+    """Write a file atomically."""
     text = json.dumps(value)
     tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
     content = safetensors.save(tensors, {"value": text, "digest": _digest(text, tensors)})
@@ -267,17 +266,17 @@ def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _keep_small(folder: Path) -> None:
-    """Removes the files that were used longest ago, until the rest is within the bounds."""
+    """Remove the least recently used files, until the others are within the bounds."""
     kept, size = 0, 0
     files = []
     for path in folder.iterdir():
         with suppress(FileNotFoundError):  # another process removes files, too
             files.append((path.stat().st_mtime, path.stat().st_size, path))
-    for used, own, path in sorted(files, reverse=True):
+    for used, bytes_, path in sorted(files, reverse=True):
         if path.suffix == ".part":
             if used > time.time() - _ABANDONED:
                 continue
-        elif kept < _MOST_FILES and size + own <= _MOST_BYTES:
-            kept, size = kept + 1, size + own
+        elif kept < _MOST_FILES and size + bytes_ <= _MOST_BYTES:
+            kept, size = kept + 1, size + bytes_
             continue
         path.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
-"""Rows of the training data that are not examples: parts of one, or blocks of several.
+"""Warnings about rows of the training data that may not be examples.
 
-Whose a row is is not written in it, so that this is a warning, of signs. It goes to the terminal
-only: it follows from the data, without noise. Not seen are windows that were shuffled, rows that
-were made of a selection of a split and are fewer than the whole of it, texts that were joined
-without a mark of where one ends, and data that are no ``datasets.Dataset``.
+A row may be a part of an example, or a block of several examples. The data do not say so, so these
+are warnings, based on signs. They are written to the terminal only, because they depend on the data
+without noise. Some cases are not recognised: windows in random order, rows that were made from a
+selection of a split and are fewer than the split, texts that were joined without a separator, and
+data that are not a ``datasets.Dataset``.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from dp_grape_hf.errors import PrivacyError
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT = 64  # rows, at most
-_TELLING = 8  # rows, at least: fewer may have one length by chance
+_LEAST_ROWS = 8  # rows, at least: fewer may have equal lengths by chance
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "labels"}
 _ID, _MAPPING = "example_id", "overflow_to_sample_mapping"
 _LENGTHS, _POSITIONS = "seq_lengths", "position_ids"
 
 
 class Unseen(Dataset[Any]):
-    """Examples of which only the number is known: for choosing what a run would choose.
+    """A data set with a length and without examples, to choose options before there are data.
 
     Args:
-        rows: how many there are.
+        rows: the number of examples.
     """
 
     def __init__(self, rows: int) -> None:
@@ -40,16 +41,18 @@ class Unseen(Dataset[Any]):
         return self.rows
 
     def __getitem__(self, row: int) -> Any:
-        raise PrivacyError(f"There is no row {row}: of {self.rows} rows only the number is known.")
+        raise PrivacyError(
+            f"Row {row} does not exist: Unseen has only a number of rows, {self.rows}."
+        )
 
 
 def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
-    """Warns of training data of which each row counts as an example and does not look like one.
+    """Warn of training data whose rows do not look like examples.
 
     Args:
-        dataset: of a ``datasets.Dataset`` columns and the first rows are read, without its
-            transform; nothing else is looked at.
-        tokenizer: that made the rows, or a processor that has one; it knows which tokens stand at
+        dataset: the training data. Of a ``datasets.Dataset``, columns and first rows are read,
+            without its transform; other data sets are not read.
+        tokenizer: the tokenizer of the rows, or a processor that has one. It knows the tokens at
             the ends of a text. None if there is none.
     """
     if not (hasattr(dataset, "column_names") and hasattr(dataset, "with_format")):
@@ -57,8 +60,8 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
     plain = dataset.with_format(None)
     if sign := _sign_of_parts(plain):
         logger.warning(
-            "train_dataset %s: one example may be several rows, and epsilon protects a row. To "
-            "protect the whole example, %sset privacy_unit_column='%s', and expected_batch_size to "
+            "train_dataset %s. So an example may be several rows, and epsilon protects a row. To "
+            "protect whole examples, %sset privacy_unit_column='%s', and expected_batch_size to "
             "a number of examples.",
             sign,
             "" if _ID in plain.column_names else _KEEP,
@@ -66,34 +69,32 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
         )
     elif sign := _sign_of_overlap(plain):
         logger.warning(
-            "train_dataset %s: windows of one text, say, or several questions about it. Epsilon "
-            "protects a row, so it does not protect a whole text or person. Keep whose a row is in "
-            "a column, and set privacy_unit_column to its name; if each row is one example, "
-            "nothing is wrong.",
+            "train_dataset %s, such as windows of one text, or questions about it. Epsilon "
+            "protects a row, and not a whole text or person. Add a column with the person of each "
+            "row, and set privacy_unit_column to its name. If each row is one example, nothing is "
+            "wrong.",
             sign,
         )
     elif sign := _sign_of_packing(plain, getattr(tokenizer, "tokenizer", tokenizer)):
         logger.warning(
-            "train_dataset %s: texts that were packed into blocks. A row then mixes texts of "
-            "several people, and epsilon protects a row and nobody's text. Give each text a row of "
-            "its own (truncation=True and no packing), or pack only what belongs to one person and "
-            "keep who that is in a column, and set privacy_unit_column to its name. If each row is "
-            "one example, nothing is wrong.",
+            "train_dataset %s, so texts may be packed into blocks. A row then mixes texts of "
+            "several people, and epsilon protects a row and no person. Give each text a separate "
+            "row (truncation=True and no packing). If each row is one example, nothing is wrong.",
             sign,
         )
 
 
 _KEEP = (
-    "keep its id where the rows are made, tokenized['example_id'] = [examples['id'][i] for i in "
+    "add its id to the rows, tokenized['example_id'] = [examples['id'][i] for i in "
     "tokenized['overflow_to_sample_mapping']], "
 )
 
 
 def _sign_of_parts(dataset: Any) -> str | None:
-    """Returns the sign that an example is several rows; None if there is none.
+    """Return the sign that an example is several rows; None if there is none.
 
-    The numbers of a mapping begin anew with each batch that was tokenized, so that only neighbours
-    can be compared.
+    The numbers of a mapping start again with each tokenized batch, so only adjacent rows are
+    compared.
     """
     columns = dataset.column_names
     if _ID in columns and len(dataset.unique(_ID)) < len(dataset):
@@ -107,15 +108,15 @@ def _sign_of_parts(dataset: Any) -> str | None:
 
 
 def _rows_of_source(dataset: Any) -> int | None:
-    """Returns how many rows the loaded split had, if that is known."""
+    """Return the number of rows of the loaded split; None if it is unknown."""
     split = (dataset.info.splits or {}).get(str(dataset.split))
     return None if split is None else split.num_examples
 
 
 def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
-    """Returns the sign in the first rows that each is several texts; None if there is none."""
+    """Return the sign that rows contain several texts; None if there is none."""
     columns = set(dataset.column_names)
-    rows = dataset.select(range(min(_LOOKED_AT, len(dataset))))  # of which columns are read alone
+    rows = dataset.select(range(min(_LOOKED_AT, len(dataset))))
     if _LENGTHS in columns and any(isinstance(x, list) and len(x) > 1 for x in rows[_LENGTHS]):
         return f"has a column {_LENGTHS!r} with several lengths in a row"
     if _POSITIONS in columns and any(map(_begins_again, rows[_POSITIONS])):
@@ -124,32 +125,32 @@ def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
         return None
     ids = list(rows["input_ids"])
     labels = list(rows["labels"]) if "labels" in columns else ids
-    if labels != ids or len(ids) < _TELLING or len(set(map(len, ids))) > 1:
+    if labels != ids or len(ids) < _LEAST_ROWS or len(set(map(len, ids))) > 1:
         return None
-    # A conversation has ends of texts as well, but not every one of them is as long as the next.
+    # Conversations contain ends of texts as well, but their lengths differ.
     return _ENDS_INSIDE if any(_ends_inside(row, tokenizer) for row in ids) else None
 
 
 def _sign_of_overlap(dataset: Any) -> str | None:
-    """Says that rows next to each other share a passage; None if they do not.
+    """Return the sign that adjacent rows share a passage; None if they do not.
 
-    A passage that rows further apart have as well is a template or a prompt, and says nothing.
+    A passage that distant rows share as well is a template or a prompt, and is not a sign.
     """
     if "input_ids" not in dataset.column_names:
         return None
     rows = dataset.select(range(min(_COMPARED, len(dataset))))["input_ids"]
     first: dict[int, int] = {}  # passage -> the first row that has it
     last: dict[int, int] = {}
-    apart: set[int] = set()
+    templates: set[int] = set()
     for number, ids in enumerate(rows):
         for passage in _passages(ids):
             if last.get(passage, number) < number - 1:
-                apart.add(passage)
+                templates.add(passage)
             first.setdefault(passage, number)
             last[passage] = number
     shared = {
         row
-        for passage in last.keys() - apart
+        for passage in last.keys() - templates
         if last[passage] - first[passage] in range(1, min(_WINDOWS, len(rows) // 2))
         for row in range(first[passage] + 1, last[passage] + 1)
     }
@@ -159,7 +160,7 @@ def _sign_of_overlap(dataset: Any) -> str | None:
 
 
 def _passages(ids: Any) -> set[int]:
-    """Returns hashes of the passages at the ends of a row, without padding."""
+    """Return hashes of the passages at the ends of a row, without padding."""
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         return set()
     padding = sum(1 for _ in takewhile(lambda token: token == ids[-1], reversed(ids)))
@@ -181,12 +182,12 @@ _ENDS_INSIDE = "has rows of one length with the token in them that begins or end
 
 
 def _begins_again(positions: Any) -> bool:
-    """Whether positions count from 0 more than once; in padding they do not count."""
+    """Return whether positions count up from 0 more than once."""
     return isinstance(positions, list) and list(pairwise(positions)).count((0, 1)) > 1
 
 
 def _ends_inside(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Whether a token that begins or ends a text has others on either side, besides padding."""
+    """Return whether a token that begins or ends a text is inside a row, without padding."""
     ends = {
         token
         for name in ("bos_token_id", "cls_token_id", "eos_token_id")

@@ -1,7 +1,7 @@
-"""One private run: its parts, made once of the arguments, and its step.
+"""One private run: its parts, made from the arguments, and its step.
 
-The one place where a method's row decides which parts work together, and in which order a step uses
-them. A Trainer drives it, and so do the memory planner and the benchmarks.
+The row of a method in ``METHODS`` selects the parts. ``PrivateRun.step`` defines the order in which
+a step uses them. The Trainer, the memory planner and the benchmarks all use this class.
 """
 
 from __future__ import annotations
@@ -78,38 +78,40 @@ AtCapture = ProjectionSchedule | PrincipalProjection
 class Outcome(NamedTuple):
     """The result of a step."""
 
-    norm: Tensor  # L2, of the private gradients: free to log
-    loss: Tensor  # the sum of the losses of the draw, sensitive
+    norm: Tensor  # L2 norm of the private update, a scalar; private
+    loss: Tensor  # sum of the losses of the sampled batch, a scalar; not private
 
 
-class Run:
+class PrivateRun:
     """The parts of a run, and its step.
 
-    To make it is to try whether arguments and model go together. ``start`` and ``take`` add what a
-    step needs.
+    The constructor checks that arguments and model fit each other. Then ``start`` makes the
+    mechanism, and ``take`` receives the optimizer. A step needs both.
 
     Args:
         args: the arguments of the run.
         model: on its device; parameters with ``requires_grad`` are trained.
         loss: ``(outputs, labels) -> (B,)``; chosen by the model's head if None.
-        observer: looks on.
-        public_inputs: makes what principal directions are measured on; synthetic inputs if None.
-        clipped_apart: the module, if any, whose parameters are clipped apart from all others.
-        **engine_options: of the per-sample engine, beside those that the arguments have.
+        observer: receives the phases of a step.
+        public_inputs: makes the inputs on which principal directions are measured; synthetic
+            inputs if None.
+        clipped_apart: the module, if any, whose parameters have a separate clipping bound.
+        **engine_options: more options of the per-sample engine.
 
     Attributes:
         rate_factors, gradient_factors: parameter name -> factor, where it is not 1.
-        per_sample: computes losses and per-sample gradients, of examples.
-        schedule: the projections at capture; None without any.
-        update: what a plug-in does with private updates; None without one.
-        projectors: parameter name -> projector, what per-sample gradients met at the last step.
-        mechanism: makes a release of a logical batch; None before ``start``.
-        signal: tells how much of the releases is more than noise.
-        optimizer: what the release is handed to; None before ``take``.
-        idle: what the model is run on while other processes have more; None if it is not sharded.
+        per_sample: the engine, which computes losses and gradients of single examples.
+        schedule: the projections in the backward pass; None without any.
+        update: what a plug-in does with private updates; None without a plug-in.
+        projectors: parameter name -> projector of the last step.
+        mechanism: makes the private update of a logical batch; None before ``start``.
+        signal: estimates the signal in the private updates.
+        optimizer: receives the private updates; None before ``take``.
+        idle: one row on which the model runs while other processes have more physical batches;
+            None if the model is not sharded.
 
     Raises:
-        PrivacyError: if arguments and model do not go together.
+        PrivacyError: arguments and model do not fit each other.
         UnsupportedModelError: as in ``PerSampleEngine``.
     """
 
@@ -127,13 +129,13 @@ class Run:
         self.per_sample = _per_sample(args, model, loss, engine_options)
         if observer is not None:
             self.per_sample.observer = observer
-        self._stepping = self.per_sample  # from ``start`` on it is watched
+        self._checked_engine = self.per_sample  # ``start`` adds spot checks
         self.trainable = self.per_sample.trainable
         update = METHODS[args.method].update
         self.update: Update | None = None if update is None else update(args, self.per_sample)
-        usual = _optimizer(args)
+        default = _optimizer(args)
         self.optimizer_cls_and_kwargs = (
-            usual if self.update is None else self.update.optimizer(usual)
+            default if self.update is None else self.update.optimizer(default)
         )
         self.rate_factors, self.gradient_factors = (
             factors_by_name(option, getattr(args, option) or {}, self.trainable)
@@ -157,9 +159,9 @@ class Run:
         """Compare gradients of a physical batch with gradients of its rows alone (``replay``).
 
         Args:
-            number: of the step.
+            number: the step, from 0.
             batch: some examples.
-            size: how many rows to examine; they are taken in turn.
+            size: the number of rows to examine; rows repeat if the batch has fewer.
 
         Raises:
             PrivacyError: as in ``PerSampleEngine.examine``, or if no example has a gradient.
@@ -177,9 +179,11 @@ class Run:
             )
 
     def stay_in_step(self, number: int, batch: Inputs) -> None:
-        """Runs the model as often as the other processes do from this step on (``sharding``).
+        """Let all processes run a sharded model equally often, from this step on (``sharding``).
 
-        The batch is the same in all processes.
+        Args:
+            number: the step, from 0.
+            batch: some examples, the same in all processes.
 
         Raises:
             UnsupportedModelError: as in ``PerSampleEngine.stay_in_step``.
@@ -197,60 +201,61 @@ class Run:
         """Make the mechanism, and begin with the present weights.
 
         Args:
-            ledger: where its releases are recorded.
-            noise_generator: the secret stream of the noise, on the parameters' device.
+            ledger: records the private updates.
+            noise_generator: the secret generator of the noise, on the parameters' device.
             noise_slice: as in ``PrivateMechanism``.
         """
         self.signal = Signal(ledger.mechanism.bands)
         if METHODS[self.args.method].query is None:
-            self._stepping = self._watched(ledger.mechanism.clipped_apart)
+            self._checked_engine = self._with_spot_checks(ledger.mechanism.clipped_apart)
         units = self.args.privacy_unit_column is not None
         self.mechanism = PrivateMechanism(
-            UnitEngine(self._stepping) if units else self._stepping,
+            UnitEngine(self._checked_engine) if units else self._checked_engine,
             ledger=ledger,
             noise_generator=noise_generator,
             distributed=group_size() > 1,
             noise_slice=noise_slice,
         )
 
-    def _watched(self, apart: str | None) -> SpotCheckedEngine:
-        """Returns the engine, which now and then looks at a row once more, alone."""
+    def _with_spot_checks(self, head: str | None) -> SpotCheckedEngine:
+        """Return the engine with spot checks: some rows are computed again, alone."""
         args = self.args
         assert args.max_grad_norm is not None
-        bound = bound_of_part(args.max_grad_norm, apart)
-        shortest = STABILITY if args.clipping == Clipping.AUTOMATIC else bound
-        coins = random.Random(from_first(lambda: secrets.token_bytes(32)))
+        bound = bound_of_part(args.max_grad_norm, head)
+        least_norm = STABILITY if args.clipping == Clipping.AUTOMATIC else bound
+        generator = random.Random(from_first(lambda: secrets.token_bytes(32)))
         factors = {name: self.gradient_factors.get(name, 1.0) for name in self.trainable}
-        parts = in_parts(factors, apart).values()
-        return SpotCheckedEngine(self.per_sample, tolerance_for(self.model), parts, shortest, coins)
+        parts = in_parts(factors, head).values()
+        tolerance = tolerance_for(self.model)
+        return SpotCheckedEngine(self.per_sample, tolerance, parts, least_norm, generator)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        """Returns an optimizer of all that is trained, and takes it."""
+        """Return a new optimizer of all trained parameters, and use it."""
         cls, options = self.optimizer_cls_and_kwargs
         optimizer = cls(self.trainable.values(), **options)
         self.take(optimizer)
         return optimizer
 
     def take(self, optimizer: torch.optim.Optimizer, *, new: bool = True) -> None:
-        """Hands releases to this optimizer from now on.
+        """Use this optimizer from now on.
 
-        The state of a projection that no seed makes again becomes a part of the optimizer's.
+        If no seed reproduces the projection, its state becomes a part of the optimizer's state.
 
         Args:
-            optimizer: of the class and with the arguments of ``optimizer_cls_and_kwargs``.
-            new: whether it was just made, before its scheduler.
+            optimizer: with the class and the arguments of ``optimizer_cls_and_kwargs``.
+            new: whether it was just made, and has no scheduler yet.
         """
         if new:
             factors = {self.trainable[n]: factor for n, factor in self.rate_factors.items()}
             scale_rates(optimizer, factors, chosen=self.args.chooses)
         self.optimizer = optimizer
         if self.mechanism is not None:
-            own = self.schedule if self.update is None else self.update.projection
-            if isinstance(own, SavedProjection):
-                _save_with(optimizer, own)
+            projection = self.schedule if self.update is None else self.update.projection
+            if isinstance(projection, SavedProjection):
+                _save_with(optimizer, projection)
 
     def use_rates(self, by_name: Mapping[str, float]) -> None:
-        """Makes optimizers with these rates, by parameter name."""
+        """Use these learning rates, by parameter name, for optimizers made from now on."""
         cls, options = self.optimizer_cls_and_kwargs
         most = mode(by_name.values())
         self.optimizer_cls_and_kwargs = cls, options | {"lr": most}
@@ -259,16 +264,15 @@ class Run:
         }
 
     def projectors_at(self, number: int) -> Mapping[str, Projector]:
-        """Returns the projectors that per-sample gradients meet at a step, counted from 0."""
+        """Return the projectors of per-sample gradients at a step, counted from 0."""
         return {} if self.schedule is None else self.schedule.at(number)
 
     def bands_at_most(self) -> int:
-        """Returns over how many steps noise may be correlated in half the memory of the weights.
+        """Return the most bands b of correlated noise that fit into half the memory of the weights.
 
-        b - 1 steps are kept, and a sum of releases to tell signal by. Where a rule divides by the
-        size of releases, as Adam does, noise that comes back is divided by another one, and 1 is
-        best: MiniLM's head alone, TREC at epsilon 2, has 78.0 % with Adam, 76.2 with correlated
-        noise (6 seeds each), and with momentum 79.4 and 81.7.
+        The noise of b - 1 steps is stored, and a sum of updates for ``signal``, in float32. The
+        result is 1 for Adam, which divides each update by its size: later noise then does not
+        cancel earlier noise.
         """
         assert self.args.update_rule is not None
         if 2 in UPDATE_RULES[self.args.update_rule].moments.values():
@@ -293,7 +297,7 @@ class Run:
         return {name: place.rank for name, place in placed.items()}
 
     def abandon(self) -> None:
-        """Drops the logical batch after an error, and makes the other processes fail as well."""
+        """Drop the logical batch after an error, and let the other processes fail as well."""
         assert self.mechanism is not None
         self.mechanism.abandon()
 
@@ -303,20 +307,21 @@ class Run:
         batch: LogicalBatch,
         prepare: Callable[[Any], Inputs] = lambda inputs: inputs,
     ) -> Outcome:
-        """Makes one release from one draw, and hands it to the optimizer, which does not move yet.
+        """Make one private update from a logical batch, and pass it to the optimizer.
 
-        A collective call where the draw is spread over several processes.
+        The weights move later, when ``optimizer.step()`` is called. With several processes, this
+        is a collective call.
 
         Args:
-            number: of the step, from 0.
-            batch: the draw, in physical batches; none, if it was empty.
+            number: the step, from 0.
+            batch: the sampled batch, in physical batches; without any if it is empty.
             prepare: moves a physical batch to the device of the model.
 
         Raises:
             OtherProcessFailed: as in ``PrivateMechanism.release``.
 
         Guarantee:
-            What the optimizer is given, and the norm, are functions of the release alone.
+            The optimizer's input and the norm are functions of the private update alone.
         """
         assert self.mechanism is not None
         self.turns.require_next(batch.turn)
@@ -353,17 +358,17 @@ class Run:
         return Outcome(norm, loss)
 
     def _keep_in_step(self) -> None:
-        """Runs the model as often as a physical batch does, for nothing."""
+        """Run the model as often as for a physical batch, and discard the results."""
         assert self.idle is not None
         passes = 2 if self.args.grad_sample_mode == GradSampleMode.GHOST else 1
-        ignored: list[Any] = [lambda found: None] * passes
-        self._stepping.stream(self.idle, self.projectors, *ignored)
+        discard: list[Any] = [lambda gradients: None] * passes
+        self._checked_engine.stream(self.idle, self.projectors, *discard)
 
     def _hand_over(self, number: int, private_grads: Mapping[str, Tensor]) -> None:
-        """Gives the optimizer what was released.
+        """Pass the private update to the optimizer.
 
         Guarantee:
-            Only private gradients are seen: this is post-processing.
+            This is post-processing: it uses the private update and public values alone.
         """
         if self.update is not None:
             self.update.hand_over(self.optimizer, number, private_grads)
@@ -383,12 +388,12 @@ class Run:
             *(flat, places),
         )
 
-    # ---- What is kept beside the weights ----
+    # ---- Updates stored separately ----
 
-    def keep_updates_apart(self) -> None:
-        """Keeps updates in float32 beside weights of fewer bits whose modules the model calls.
+    def store_updates_separately(self) -> None:
+        """Store updates of 16-bit weights separately, in float32, where a module is called.
 
-        That is seen on inputs that are no example's, and so is the same in all processes.
+        Public inputs show which modules the model calls, so all processes agree.
         """
         if not isinstance(self.optimizer, ProjectedOptimizer):
             return
@@ -401,15 +406,15 @@ class Run:
             self.per_sample.add_branches(self._low_rank.branches)
 
     def merge_(self) -> None:
-        """Moves updates that are kept apart into the weights."""
+        """Merge separately stored updates into the weights."""
         if self._low_rank is not None:
             self._low_rank.merge_()
 
     def adapter(self, steps: int) -> Adapter | None:
-        """Returns what the model is saved as, if an adapter is asked for; None for all of it.
+        """Return the adapter as which the model is saved; None if ``save_as`` is not "adapter".
 
         Args:
-            steps: of the run, before it begins.
+            steps: the number of steps of the run.
 
         Raises:
             PrivacyError: the changes of this model have no low rank, or PEFT cannot save them.
@@ -423,11 +428,11 @@ class Run:
         return adapter
 
     def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Returns what was added to projected weights, if the optimizer keeps it (``save_as``).
+        """Return the change of projected weights, if the optimizer keeps it (``save_as``).
 
         Returns:
-            Parameter name -> (m, R) and (R, n), whose product was added to it; see
-            ``LowRankChanges``. What is kept apart and not merged yet is missing.
+            Parameter name -> (m, R) and (R, n), whose product was added to the weight; see
+            ``LowRankChanges``. Separately stored updates are not included before a merge.
         """
         kept = self.optimizer.changes if isinstance(self.optimizer, ProjectedOptimizer) else None
         if kept is None:
@@ -435,23 +440,23 @@ class Run:
         return {name: kept.factors(w) for name, w in self.trainable.items() if w in kept}
 
     def stop(self) -> None:
-        """Merges, and keeps no updates apart any longer."""
+        """Merge updates, and no longer store them separately."""
         if self._low_rank is not None:
             self._low_rank.remove()
             self._low_rank = None
             self.per_sample.add_branches({})
 
 
-# ---- The parts, of the arguments ----
+# ---- Parts made from the arguments ----
 
 
 def _per_sample(
     args: DPGrapeArguments, model: nn.Module, loss: LossFunction | None, options: dict[str, Any]
 ) -> PerSampleEngine:
-    """Returns what computes losses, and per-sample gradients or a plug-in's vectors.
+    """Return the engine: for per-sample gradients, or for the vectors of a plug-in.
 
     Raises:
-        PrivacyError: if a private plug-in's engine is none that is examined.
+        PrivacyError: the engine of a private plug-in is not a ``QueryEngine``.
     """
     row = METHODS[args.method]
     if row.query is not None:
@@ -459,7 +464,7 @@ def _per_sample(
         if row.private and not isinstance(engine, QueryEngine):
             raise PrivacyError(
                 f"method={args.method!r} is private and computes with {type(engine).__name__}, "
-                "whose vectors of samples nothing examines. Derive it from QueryEngine."
+                "whose vectors are not examined. Derive the engine from QueryEngine."
             )
         return engine
     if args.torch_compile:
@@ -468,13 +473,13 @@ def _per_sample(
 
 
 def _compilation(args: DPGrapeArguments) -> Compilation:
-    """Returns how the model is compiled."""
+    """Return how the model is compiled."""
     rows = args.per_device_train_batch_size
     return Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
 
 
 def _optimizer(args: DPGrapeArguments) -> OptimizerAndOptions:
-    """Returns the usual optimizer's class and its options."""
+    """Return the class of the default optimizer and its options."""
     return ProjectedOptimizer, {
         "lr": args.learning_rate,
         "rounding_seed": args.projection_seed,
@@ -485,7 +490,7 @@ def _optimizer(args: DPGrapeArguments) -> OptimizerAndOptions:
 
 
 def rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
-    """Returns the settings of the update rule."""
+    """Return the settings of the update rule."""
     assert args.update_rule is not None
     settings: dict[str, dict[str, Any]] = {
         "adam": {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon},
@@ -495,7 +500,7 @@ def rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
 
 
 def _save_with(optimizer: torch.optim.Optimizer, projection: SavedProjection) -> None:
-    """Makes the state of a projection a part of the optimizer's."""
+    """Make the state of a projection a part of the optimizer's state."""
 
     def add(_: Any, state: dict[str, Any]) -> None:
         state["projection"] = projection.state_dict()
@@ -503,9 +508,9 @@ def _save_with(optimizer: torch.optim.Optimizer, projection: SavedProjection) ->
     def take(_: Any, state: dict[str, Any]) -> None:
         if "projection" not in state:
             raise PrivacyError(
-                "The checkpoint's optimizer has no state of the projection, without which the run "
-                "cannot go on as it would have. Resume with the method and the options that "
-                "the checkpoint was made with."
+                "The checkpoint's optimizer state has no projection, so the run cannot continue "
+                "with the same P. Resume with the method and the options with which "
+                "the checkpoint was made."
             )
         projection.load_state_dict(state["projection"])
 
@@ -518,9 +523,9 @@ def _projections(
     model: nn.Module,
     trainable: Mapping[str, nn.Parameter],
     public_inputs: Batches,
-    apart: str | None,
+    head: str | None,
 ) -> AtCapture | None:
-    """Returns the projections of a run at capture, if it has any."""
+    """Return the projections in the backward pass, if the method has any."""
     assert args.projection is not None
     assert args.projection_rank is not None
     if not METHODS[args.method].projected_at_capture:
@@ -534,13 +539,13 @@ def _projections(
     }
     if args.projection == PRINCIPAL:
         with _explaining(args):
-            next(iter(public_inputs()))  # refuses a model of which it is not known what it reads
-        whole = _whole(args, trainable, apart)
-        shapes |= {name: tuple(trainable[name].shape) for name in whole}
-        measure = partial(_principal, args, model, public_inputs, whole)
+            next(iter(public_inputs()))  # raises an error if the model's inputs are unknown
+        square = _square_weights(args, trainable, head)
+        shapes |= {name: tuple(trainable[name].shape) for name in square}
+        measure = partial(_principal, args, model, public_inputs, square)
         dims = feature_dimensions(model)
         return PrincipalProjection(
-            shapes, measure=measure, input_dims=dims, whole=whole, **settings
+            shapes, measure=measure, input_dims=dims, square=square, **settings
         )
     settings |= {
         "family": args.projection,
@@ -550,16 +555,15 @@ def _projections(
     return ProjectionSchedule(shapes, **settings)
 
 
-def _whole(
-    args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter], apart: str | None
+def _square_weights(
+    args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter], head: str | None
 ) -> list[str]:
-    """Returns the weight that keeps all coordinates, evened out: of a head clipped apart.
+    """Return the weights with a square P, partially whitened: a head with its own clipping bound.
 
-    Features have most of their energy in a few directions, and a gradient is as long as what the
-    head reads, so these would take most of C and of the noise in logits. A saved adapter has no
-    place for a change that has all ranks.
+    Features have most of their energy in a few directions. Without whitening, these directions
+    would take most of C. A saved adapter has no place for a change of full rank.
     """
-    weight = f"{apart}.weight"
+    weight = f"{head}.weight"
     return [weight] if weight in trainable and args.save_as != "adapter" else []
 
 
@@ -567,21 +571,21 @@ def _principal(
     args: DPGrapeArguments,
     model: nn.Module,
     inputs: Batches,
-    whole: Collection[str],
+    square: Collection[str],
     ranks: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """Returns P by weight name: in every process, P of the first.
+    """Return P by weight name, computed by the first process for all processes.
 
     Raises:
-        UnsupportedModelError: if the model cannot be run on the inputs.
+        UnsupportedModelError: the model cannot be run on the inputs.
     """
 
     def measured() -> dict[str, Tensor]:
         with evaluating(model), _explaining(args):
-            found = principal_directions(model, ranks, inputs, args.projection_seed)
-        return {n: own.evened() if n in whole else own.directions for n, own in found.items()}
+            principal = principal_directions(model, ranks, inputs, args.projection_seed)
+        return {n: p.whitened() if n in square else p.directions for n, p in principal.items()}
 
-    settings = {"ranks": {**ranks}, "whole": [*whole], "seed": args.projection_seed}
+    settings = {"ranks": {**ranks}, "square": [*square], "seed": args.projection_seed}
     matrices = remembered_matrices("principal directions", settings, measured)
     if group_size() > 1:
         for matrix in matrices.values():
@@ -593,20 +597,20 @@ def _principal(
 
 @contextmanager
 def _explaining(args: DPGrapeArguments) -> Iterator[None]:
-    """Says what to do where a model cannot be run on inputs that are not its data."""
+    """Raise an error that says what to do if the model cannot be run on public inputs."""
     try:
         yield
     except (PrivacyError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # of any model's code
         raise UnsupportedModelError(
-            f"projection={args.projection!r} runs the model on inputs that are not the data, and "
-            f"that failed: {error!r}. Pass public_dataset= to the trainer, whose examples the "
+            f"projection={args.projection!r} runs the model on public inputs, and "
+            f"that failed: {error!r}. Pass public_dataset= to the trainer, with examples that the "
             "model can read, or choose projection='gaussian'."
         ) from error
 
 
-# Of a parameter group, and which of all parameters it has.
+# Keys of a parameter group: its factor, and the indices of its parameters among all.
 _FACTOR, _NUMBERS = "learning_rate_factor", "parameter_numbers"
 
 
@@ -621,21 +625,21 @@ def scale_rates(
     Updates are functions of private gradients, so their lengths are free to choose.
 
     Args:
-        optimizer: just made, before its scheduler. It will refuse the state of one with others.
+        optimizer: just made, without a scheduler. It will refuse a state with other factors.
         factor_of: parameter -> factor.
-        chosen: a saved state may have other factors, which then count: they were chosen on the
-            weights of that time.
+        chosen: whether the package chose the factors. A saved state may then have other factors,
+            which are used.
     """
     groups, count = [], 0
     for group in optimizer.param_groups:
         numbered = list(enumerate(group["params"], count))
         count += len(numbered)
-        # The one that is logged, the first, is the rate of most.
+        # The first group has factor 1, because its learning rate is logged.
         factors = sorted({factor_of.get(p, 1.0) for _, p in numbered} or {1.0}, key=_one_first)
         for factor in factors:
-            own = [(n, p) for n, p in numbered if factor_of.get(p, 1.0) == factor]
-            scaled = {"lr": group["lr"] * factor, "params": [p for _, p in own]}
-            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in own]})
+            members = [(n, p) for n, p in numbered if factor_of.get(p, 1.0) == factor]
+            scaled = {"lr": group["lr"] * factor, "params": [p for _, p in members]}
+            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in members]})
     optimizer.param_groups[:] = groups
     optimizer.register_load_state_dict_pre_hook(partial(_require_same_factors, chosen=chosen))
 
@@ -647,21 +651,21 @@ def _one_first(factor: float) -> tuple[bool, float]:
 def _require_same_factors(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], *, chosen: bool
 ) -> None:
-    """Refuses a checkpoint whose moments belong to other groups of parameters.
+    """Refuse a checkpoint whose optimizer state has other parameter groups.
 
     Raises:
-        PrivacyError: it was saved with other ``learning_rate_factors``.
+        PrivacyError: the state was saved with other ``learning_rate_factors``.
     """
     ours = [(group[_FACTOR], group[_NUMBERS]) for group in optimizer.param_groups]
     theirs = [(group.get(_FACTOR, 1.0), group.get(_NUMBERS)) for group in state["param_groups"]]
     if chosen:
         ours, theirs = ([(0.0, numbers) for _, numbers in groups] for groups in (ours, theirs))
-    if all(numbers is None for _, numbers in theirs):  # saved before these were
+    if all(numbers is None for _, numbers in theirs):  # saved by an older version
         ours, theirs = ([(factor, None) for factor, _ in groups] for groups in (ours, theirs))
     if ours != theirs:
         made, saved = ([(f, len(n or ())) for f, n in groups] for groups in (ours, theirs))
         raise PrivacyError(
             f"learning_rate_factors of this run make groups of (factor, parameters) {made}, and "
-            f"the checkpoint has {saved}, or others of these numbers, whose moments do not fit. "
-            "Pass the factors, and train the parameters, that it was saved with."
+            f"the checkpoint has {saved}, so its optimizer state does not fit. "
+            "Pass the factors, and train the parameters, of the checkpoint."
         )

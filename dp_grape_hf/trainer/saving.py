@@ -1,7 +1,8 @@
 """How the model of a private run is saved and uploaded.
 
-A host would save weights without a word of what was spent, and upload whole folders, with what is
-not private in them. Here ledger and card are beside the weights, and only ``publishing`` uploads.
+The host would save weights without their epsilon, and upload whole folders, which contain files
+that are not private. Here ledger and card are saved next to the weights, and only ``publishing``
+uploads.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
 from dp_grape_hf.trainer.chosen import Choices, Parts, schedule_name
-from dp_grape_hf.trainer.run import Run
+from dp_grape_hf.trainer.run import PrivateRun
 from dp_grape_hf.trainer.seams import Host
 
 logger = logging.getLogger(__name__)
 
 
 class SavingMixin(Host):
-    """Saves and publishes what a run may show, and nothing else."""
+    """Overrides that save and publish only the private results of a run."""
 
     args: DPGrapeArguments
     model: nn.Module
-    private_run: Run
+    private_run: PrivateRun
     ledger: Ledger | None = None  # made when training starts
     rates: Rates | None = None
-    """Learning rates by parameter name, and what noise alone does at these."""
-    _parts: Parts | None = None  # of the model, as they were chosen
-    _resumed: Choices | None = None  # of the checkpoint that this run goes on from
-    _refused: bool = False  # whether the last train() was, before it released anything
-    _for_resuming: bool = False  # while all weights are saved
+    """Learning rates by parameter name, and the effect of noise alone at these rates."""
+    _parts: Parts | None = None  # the choices about the model
+    _resumed: Choices | None = None  # the choices of the checkpoint from which this run resumes
+    _refused: bool = False  # whether the last train() raised an error before any update
+    _for_resuming: bool = False  # whether a checkpoint is being saved
 
     @cached_property
     def publisher(self) -> Publisher:
-        """Saves and publishes the model, with its ledger and its card."""
+        """The object that saves and publishes the model, with its ledger and its card."""
         texts = self.processing_class or getattr(self.data_collator, "tokenizer", None)
         return Publisher(self.ledger, str(self.args.output_dir), self.model, texts)
 
@@ -55,22 +56,22 @@ class SavingMixin(Host):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Merge updates that are kept separately into the weights first, in every process.
 
-        With ``save_as="adapter"`` an adapter is saved, but a checkpoint, which is to be resumed
-        from to the bit, holds the weights as they are.
+        With ``save_as="adapter"`` an adapter is saved. Checkpoints contain all weights, so that a
+        run resumes exactly.
 
         Raises:
-            PrivacyError: an adapter is asked for, and nothing was trained yet; or ``train()`` was
-                refused: what is saved there already stays as it was.
+            PrivacyError: an adapter is to be saved, and nothing was trained yet; or ``train()``
+                raised an error before its first update. The saved files then stay unchanged.
         """
         if self._refused:
             raise PrivacyError(
-                "save_model() after a train() that was refused: nothing was trained, and a model "
-                "that was saved before would be overwritten. Train first."
+                "save_model() after train() raised a PrivacyError: nothing was trained, and an "
+                "earlier saved model would be overwritten. Train first."
             )
         require(
             self.args.save_as != "adapter"
             or (self.publisher.adapter is not None and self.private_run.optimizer is not None),
-            "save_as='adapter' before train(): there is no change of the model yet that could be "
+            "save_as='adapter' before train(): the model has no change yet that could be "
             "saved. Train first.",
         )
         self.private_run.merge_()
@@ -85,7 +86,7 @@ class SavingMixin(Host):
     def _save(
         self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None
     ) -> None:
-        """Save by the publisher, with ledger and card, once there is a ledger."""
+        """Save with ledger and card, if there is a ledger."""
         if not self.args.should_save:
             return
         folder = self.publisher.folder if output_dir is None else Path(output_dir)
@@ -124,7 +125,7 @@ class SavingMixin(Host):
     # ---- Hub Integration ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Makes or opens the repository, which only ``hub`` uploads to."""
+        """Make or open the repository on the Hub."""
         if not self.is_world_process_zero():
             return
         args = self.args
@@ -133,13 +134,15 @@ class SavingMixin(Host):
             token=token if token is not None else args.hub_token,
             private=private if private is not None else args.hub_private_repo,
         )
-        self.push_in_progress = None  # of the original, which has nothing to push
+        self.push_in_progress = None  # of the host, which has nothing to push
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Writes our card; the original has a column of training losses.
+        """Write the model card of this package; the host's has a column of training losses.
 
-        Takes what ``declare`` takes, which is kept for later cards of this trainer: the arguments
-        of the original, and ``metrics``.
+        Args:
+            *args: as for the host.
+            **kwargs: as for the host, and ``metrics`` (``publishing.declare``). They are also used
+                for later cards of this trainer.
         """
         public = self.args.eval_data_is_public
         self.publisher.details = declare(self.publisher.details, public, *args, **kwargs)
@@ -148,11 +151,11 @@ class SavingMixin(Host):
             self.publisher.write_card(self.state.global_step)
 
     def _declare_hyperparameters(self) -> None:
-        """Has cards list settings that the ledger does not have."""
+        """List settings on the card that are not in the ledger."""
         args, publisher = self.args, self.publisher
         groups = [] if self.rates is None else self.rates.groups
         rates = ", ".join(f"{group.rate:.4g} ({group.name})" for group in groups)
-        said = {
+        settings = {
             "Learning rate": rates or f"{args.learning_rate:g}",
             "Schedule": schedule_name(args),
             "Update rule": args.update_rule,
@@ -160,8 +163,8 @@ class SavingMixin(Host):
             "Autocast": "bfloat16" if args.bf16 else "float16" if args.fp16 else "none",
             "Weights": f"{next(self.model.parameters()).dtype}".removeprefix("torch."),
         }
-        known = {name: value for name, value in said.items() if value is not None}
-        publisher.details = replace(publisher.details, hyperparameters=known)
+        listed = {name: value for name, value in settings.items() if value is not None}
+        publisher.details = replace(publisher.details, hyperparameters=listed)
 
     def push_to_hub(
         self,
@@ -172,23 +175,23 @@ class SavingMixin(Host):
         private: bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Save the model here, and publish it; the original uploads the output folder.
+        """Save the model, and publish it with ledger and card; the host would upload the folder.
 
-        Its arguments are those of the original, and what ``create_model_card`` takes.
+        Takes the arguments of the host, and of ``create_model_card``.
 
         Returns:
             The commit, or a future of it unless ``blocking``; None in all processes but the first.
 
         Raises:
             PrivacyError: nothing was trained, or as ``Publisher.push``.
-            Exception: what ``huggingface_hub`` raises, with a note that says what is published.
+            Exception: an error of ``huggingface_hub``, with a note that says what is published.
         """
         if self.ledger is None:
             raise PrivacyError(
-                "push_to_hub() before train(): there is no ledger yet, so no card could say what "
-                "was spent. Train first."
+                "push_to_hub() before train(): there is no ledger yet, so no card could state "
+                "epsilon. Train first."
             )
-        # on_push_begin is not called: a tracker of the host's uploads its log then.
+        # on_push_begin is not called, because a tracker of the host would upload its log.
         if self.publisher.repository is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
@@ -210,10 +213,10 @@ class SavingMixin(Host):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Publish the model of a checkpoint; optimizer, schedule and trainer state stay here.
 
-        With ``save_as="adapter"`` it is the adapter of that step. With ``hub_strategy``
-        "checkpoint" the files go into ``last-checkpoint`` as well, with "all_checkpoints" into a
-        folder of the checkpoint's name: all in one commit. If it fails, the error is logged, and
-        training goes on.
+        With ``save_as="adapter"``, the adapter of that step is published. With ``hub_strategy``
+        "checkpoint", the commit also has the files in ``last-checkpoint``; with "all_checkpoints",
+        in a folder with the checkpoint's name. If it fails, the error is logged, and training
+        goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
         if strategy is HubStrategy.END:
@@ -240,9 +243,9 @@ class SavingMixin(Host):
                 background=True,
             )
         except Exception as error:
-            advice = "The checkpoint is whole and training goes on; publish by push_to_hub() later."
+            advice = "The checkpoint is saved and training goes on. Call push_to_hub() later."
             logger.exception("%s was not published (%r). %s", folder, error, advice)
 
     def _finish_current_push(self) -> None:
-        """Waits for the uploads in the background."""
+        """Wait for the uploads in the background."""
         self.publisher.wait()

@@ -1,10 +1,10 @@
-"""The methods of the Trainer in whose place a private run does something else.
+"""The methods of the Trainer that a private run overrides, and a check that they exist.
 
-Many are private to transformers, which may rename them in any release. An override of a method that
-nobody calls is silent: a checkpoint would hold the random state again, or a log the training loss.
-So a host that lost one of them is refused, also one of a version that nobody tried, and
-``tests/trainer/test_seams.py`` reads the Trainer of every supported release: whether it has them,
-calls them, and calls them with what the overrides take.
+Many of these methods are private to transformers, which may rename them in any release. Then the
+override would never be called, without an error: a checkpoint would contain the random state again,
+or a log the training loss. So a missing method raises an error, also with new versions of
+transformers. ``tests/trainer/test_seams.py`` reads the Trainer of every supported release: whether
+it has the methods, calls them, and passes the arguments that the overrides take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     class Host:
-        """The last of the bases that are ours: what a class has behind it is the host's."""
+        """The last base class of this package: the classes after it are the host's."""
 
 
 SEAMS = (
@@ -74,13 +74,13 @@ SEAMS = (
 _WITHOUT_EFFECT = {
     **dict.fromkeys(
         ("get_train_dataloader", "_get_dataloader", "_get_train_sampler"),
-        "epsilon holds only for batches that the trainer samples itself. Take the override out; to "
+        "epsilon holds only for batches that the trainer samples itself. Remove the override; to "
         "change examples, change train_dataset or data_collator, and for evaluation override "
         "get_eval_dataloader()",
     ),
     **dict.fromkeys(
         ("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"),
-        "only the optimizer of the method takes private gradients. Take the override out, and "
+        "only the optimizer of the method takes private gradients. Remove the override, and "
         "choose by update_rule, learning_rate and lr_scheduler_type",
     ),
 }
@@ -88,18 +88,18 @@ _WITHOUT_EFFECT = {
 
 
 def is_hosts(method: Callable[..., Any]) -> bool:
-    """Whether a method of a trainer is none of the user's own."""
+    """Return whether this package, transformers or TRL defines a method."""
     return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
 
 
 def require_seams(trainer: Host) -> None:
-    """Refuses a host that lost a method which is replaced here, and overrides without effect.
+    """Check that the host has all overridden methods, and that a subclass overrides none of them.
 
     Args:
-        trainer: its host is behind all mixins.
+        trainer: a trainer, whose host comes after all mixins.
 
     Raises:
-        PrivacyError: with the version of transformers and the methods, or with the override.
+        PrivacyError: the host has no such method, or a subclass overrides a method without effect.
     """
     for name, why in _WITHOUT_EFFECT.items():
         if not is_hosts(getattr(trainer, name, require_seams)):  # some are not in all versions
@@ -111,6 +111,6 @@ def require_seams(trainer: Host) -> None:
     if missing := [f"{name}()" for name in SEAMS if not callable(getattr(host, name, None))]:
         raise PrivacyError(
             f"The Trainer of transformers {version('transformers')} has no {', '.join(missing)}, "
-            "which a private run replaces: what it did may now happen elsewhere, and not in "
-            "private. Install an older transformers."
+            "which a private run overrides. Another method may do its work now, without privacy. "
+            "Install an older transformers."
         )

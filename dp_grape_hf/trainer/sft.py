@@ -1,8 +1,8 @@
 """``DPGrapeSFTTrainer``: TRL's supervised fine-tuning, trained privately; and ``TRLMixin``.
 
-TRL prepares the data set (chat template, tokens, labels, truncation), each example by itself. Its
-own loss never runs in training: that one divides by a count of tokens over the batch, and logs
-entropy, token accuracy and token counts of the training data. It serves evaluation.
+TRL prepares the data set (chat template, tokens, labels, truncation), each example separately. Its
+loss is used in evaluation only: it divides by the number of tokens of the batch, and logs entropy,
+token accuracy and token counts of the training data.
 
 Needs ``pip install 'dp_grape_hf[sft]'``.
 """
@@ -27,16 +27,16 @@ except ImportError as error:
     ) from error
 
 REFUSED_IF_SET = {
-    "packing": "a row then holds several examples, and clipping rows bounds none of them; leave it "
+    "packing": "a row would have several examples, and clipping a row bounds none of them; leave "
+    "it at False",
+    "padding_free": "a batch would be one row, in which examples cannot be separated; leave it "
     "at False",
-    "padding_free": "the batch then is one row, in which examples cannot be told apart; leave it "
-    "at False",
-    "activation_offloading": "it was not tried with per-sample gradients; use "
+    "activation_offloading": "it is not tested with per-sample gradients; use "
     "gradient_checkpointing=True",
     "router_aux_loss_coef": "the load-balancing loss of experts averages over the tokens of the "
     "batch, so it couples samples; set it to 0.0",
 }
-"""Name of an option of ``SFTConfig`` -> why it is refused, and what to do instead."""
+"""Name of an option of ``SFTConfig`` -> why it is not supported, and what to do instead."""
 
 
 class TRLArguments(DPGrapeArguments):
@@ -71,12 +71,12 @@ class DPGrapeSFTConfig(TRLArguments, SFTConfig):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        """Refuses what belongs to this host, and then what belongs to all."""
+        """Check the options of TRL, and then all others."""
         if self.loss_type not in (None, "nll", "chunked_nll"):
             raise PrivacyError(
-                f"loss_type={self.loss_type!r} is refused: training uses the mean cross-entropy of "
-                "each sample's own tokens. Leave it at 'nll', or pass a compute_loss_func that "
-                "returns one loss per sample."
+                f"loss_type={self.loss_type!r} is not supported: training uses the mean "
+                "cross-entropy of the tokens of each example. Leave it at 'nll', or pass a "
+                "compute_loss_func that returns one loss per sample."
             )
         self.loss_type = "nll"  # older versions of TRL patch the model for chunks
         self.router_aux_loss_coef = self.router_aux_loss_coef or 0.0  # None: as the model has it
@@ -91,33 +91,33 @@ class TRLMixin(DPGrapeMixin):
     # ---- Training ----
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Serves evaluation only; in training the original would log what it sees in the batch."""
+        """Return the loss of TRL, in evaluation only; it logs metrics of the batch."""
         if self.model.training:
             raise PrivacyError(
-                "compute_loss() in training mode would log entropy, token accuracy or rewards of "
-                "training data without noise. Call evaluate(), or model.eval() first."
+                "compute_loss() was called in training mode. TRL would log entropy, token accuracy "
+                "or rewards of training data without noise. Call evaluate(), or model.eval() first."
             )
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     # ---- Logging & Metrics ----
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Leaves out the count of training tokens, which is not kept here."""
+        """Log without the count of training tokens, which is not private."""
         for metrics in self._metrics.values():
             metrics.pop("num_tokens", None)
         super().log(logs, start_time)
 
     def _send_telemetry(self) -> None:
-        """Sends nothing; the original tells TRL's makers about the run."""
+        """Send nothing; the host would report the run to the developers of TRL."""
 
 
 class DPGrapeSFTTrainer(TRLMixin, SFTTrainer):
     """TRL's ``SFTTrainer`` whose training is differentially private.
 
     Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
-    ``DPGrapeSFTConfig``. ``peft_config`` and ``formatting_func`` are taken as by ``SFTTrainer``.
-    An example is a row of ``train_dataset`` as it is passed; rows without any token to learn, which
-    TRL drops, are not counted.
+    ``DPGrapeSFTConfig``. ``peft_config`` and ``formatting_func`` work as in ``SFTTrainer``.
+    An example is a row of ``train_dataset`` as passed. TRL drops rows without any token to learn;
+    they are not counted.
     """
 
     arguments_class: ClassVar[type[Any]] = DPGrapeSFTConfig

@@ -1,8 +1,8 @@
 """How several processes train together, or share the weights (FSDP2).
 
-A host would wrap the model in DDP, which averages ``p.grad``, or shard it after the optimizer was
-made, reduce gradients by FSDP's hooks and write checkpoints of its own kind. So it takes each run
-for one of plain processes, and what is spread is spread, saved and loaded here.
+The host would wrap the model in DDP, which averages ``p.grad``. Or it would shard the model after
+the optimizer was made, reduce gradients by FSDP's hooks, and write sharded checkpoints. So this
+module hides FSDP from the host, and shards, saves and loads the weights itself.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from dp_grape_hf.trainer.seams import Host
 
 
 class ShardingMixin(Host):
-    """Keeps DDP and FSDP of the host away, and spreads weights where that is asked for."""
+    """Overrides that replace DDP and FSDP of the host."""
 
     model: nn.Module
     _sharding: Sharding | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Keeps DDP away, which would average ``p.grad``; the engine reduces the clipped sum."""
+        """Make the accelerator without DDP and FSDP; the engine adds up clipped sums itself."""
         self._sharding = sharding_of(self.args)
         with nullcontext() if self._sharding is None else _hidden_from_host(self):
             super().create_accelerator_and_postprocess()
@@ -43,16 +43,16 @@ class ShardingMixin(Host):
         self.accelerator.prepare_model = partial(
             Accelerator.prepare_model, accelerator, evaluation_mode=True
         )
-        # The engine compiles what it runs, and nothing else is compiled.
+        # The engine compiles its passes; nothing else is compiled.
         self.accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Leaves a model that is to be sharded where it is."""
+        """Move a model to its device, unless it will be sharded."""
         if self._sharding is None:
             super()._move_model_to_device(model, device)
 
     def _spread_model(self) -> None:
-        """Gives every process the weights of the first, or its share of them."""
+        """Give every process the weights of the first process, or its shard of them."""
         if is_sharded(self.model):
             return
         device = self.args.device
@@ -63,13 +63,13 @@ class ShardingMixin(Host):
             take_from_first_(self.model, device)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Spreads the weights first, where that is asked for and nothing was trained yet."""
+        """Evaluate as the host does; shard the weights first, if that is still to be done."""
         if self._sharding is not None:
             self._spread_model()
         return super().evaluation_loop(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Has every process take part where the state is spread over all."""
+        """Save both; a collective call for a sharded model."""
         if not is_sharded(self.model):
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -81,45 +81,45 @@ class ShardingMixin(Host):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Loads of whole weights the rows that this process has, where they are spread."""
+        """Load the weights; for a sharded model, the rows of this process."""
         if is_sharded(self.model):
             load_rows_(self.model, resume_from_checkpoint)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        """Loads as ``_load_from_checkpoint`` does, where weights are spread."""
+        """Load the best weights; for a sharded model, the rows of this process."""
         if is_sharded(self.model):
             load_rows_(self.model, str(self.state.best_model_checkpoint))
         else:
             super()._load_best_model()
 
 
-# ---- What is asked for ----
+# ---- Settings ----
 
 
-# By which accelerate launch asks for them.
+# Environment variables set by accelerate launch.
 _ASKS_FOR_FSDP = "ACCELERATE_USE_FSDP"
 _ASKS_FOR_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _NOT_SPLIT = ("tp_size", "cp_size", "sp_size")
 
 
 class Sharding(NamedTuple):
-    """How weights are to be spread over processes (FSDP2)."""
+    """The settings of sharding (FSDP2)."""
 
-    layers: Collection[str] | None  # classes; None: those that the model names
+    layers: Collection[str] | None  # class names; None for the names that the model declares
     reshard_after_forward: bool
-    replicas: int  # groups of processes, each of which has all weights
+    replicas: int  # number of groups of processes; each group has all weights
 
 
 def sharding_of(args: Any) -> Sharding | None:
-    """Returns how ``fsdp_config``, or the launcher, wants weights to be sharded, if it does.
+    """Return the settings of sharding from ``fsdp_config`` or the launcher; None without FSDP.
 
     Args:
         args: a ``DPGrapeArguments``.
 
     Raises:
-        PrivacyError: for what a private run does not have; with what to do.
+        PrivacyError: for settings that a private run does not support.
     """
     settings, parallel, row = args.fsdp_plugin_args, args.parallelism_config, METHODS[args.method]
     if settings is None and not _asked(_ASKS_FOR_FSDP):
@@ -133,7 +133,7 @@ def sharding_of(args: Any) -> Sharding | None:
     version = int(by_launcher if settings is None else settings.get("fsdp_version", 1))
     if version != 2:
         raise PrivacyError(
-            f"FSDP of {version=} is not supported, which makes other parameters of the model's. "
+            f"FSDP of {version=} is not supported, because it replaces the model's parameters. "
             'Set fsdp_config={"version": 2}, or accelerate launch --fsdp_version 2.'
         )
     plugin = FullyShardedDataParallelPlugin(**settings or {})
@@ -141,14 +141,14 @@ def sharding_of(args: Any) -> Sharding | None:
         parallel = ParallelismConfig()
     sizes = {} if parallel is None else {n: getattr(parallel, n) or 1 for n in _NOT_SPLIT}
     split = {name: size for name, size in sizes.items() if size > 1}
-    for what, (found, advice) in {
+    for what, (is_set, advice) in {
         "cpu_offload": (
             type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
             "Take more processes, or smaller physical batches",
         ),
         "mixed_precision_policy": (
             plugin.mixed_precision_policy is not None,
-            "Set bf16=True, which is what it is without fsdp, or load the model in bfloat16",
+            "Set bf16=True, as without fsdp, or load the model in bfloat16",
         ),
         "activation_checkpointing": (
             plugin.activation_checkpointing,
@@ -160,7 +160,7 @@ def sharding_of(args: Any) -> Sharding | None:
         ),
         f"parallelism_config with {split}": (
             split,
-            "It would spread one example over processes. Leave dp_replicate_size and dp_shard_size",
+            "It would split an example over processes. Use dp_replicate_size and dp_shard_size",
         ),
         f"method={args.method!r}": (
             row.query is not None,
@@ -168,7 +168,7 @@ def sharding_of(args: Any) -> Sharding | None:
         ),
         f"engine={args.engine!r}": (args.engine != "layerwise", "Leave it at 'layerwise'"),
     }.items():
-        if found:
+        if is_set:
             raise PrivacyError(f"{what} with fsdp is not supported. {advice}.")
     return Sharding(
         plugin.transformer_cls_names_to_wrap,
@@ -179,7 +179,7 @@ def sharding_of(args: Any) -> Sharding | None:
 
 @contextmanager
 def _hidden_from_host(trainer: Any) -> Iterator[None]:
-    """Has a host take a run with sharded weights for one of plain processes."""
+    """Hide the settings of sharding from the host."""
     given, hiding = trainer.args, copy(trainer.args)
     hiding.fsdp_plugin_args = hiding.parallelism_config = None
     names = (_ASKS_FOR_FSDP, _ASKS_FOR_PARALLELISM)

@@ -19,32 +19,32 @@ from dp_grape_hf.trainer.mixin import DPGrapeMixin
 class DPGrapeTrainer(DPGrapeMixin, Trainer):
     """A ``transformers.Trainer`` whose training is differentially private.
 
-    Model, data set, collator, metrics and callbacks are those of the host. Its own are:
+    Model, data set, collator, metrics and callbacks work as in the host. It adds:
 
-    * ``train()``: draws batches, clips the gradient of each example, adds noise, and records each
-      release before it is made. Stops where the budget ends.
-    * ``suggestion()``: a table of what the run would choose, and what is wrong with it; trains
+    * ``train()``: samples batches, clips the gradient of each example, adds noise, and records each
+      private update before it is made. It stops when the budget is spent.
+    * ``suggestion()``: a table of the options that the run would choose, with warnings. Trains
       nothing.
-    * ``privacy_spent()``: epsilon so far, an upper bound, at which delta, in how many releases.
-    * ``releases_left()``: how many more the budget allows.
-    * ``save_model()``, ``push_to_hub()``: weights with ledger and model card; ``dp-grape verify``
-      compares them.
+    * ``privacy_spent()``: an upper bound on epsilon so far, with delta and the number of updates.
+    * ``releases_left()``: how many more private updates the budget allows.
+    * ``save_model()``, ``push_to_hub()``: save or publish weights with ledger and model card;
+      ``dp-grape verify`` compares them.
 
     Args:
         model: ``torch.nn.Module``; parameters with ``requires_grad`` are trained. Its loss is known
             for all heads of transformers; for others, give ``compute_loss_func``.
-        args: ``DPGrapeTrainingArguments``: epsilon, delta, passes, and what you want otherwise.
-        train_dataset: map-style, with a length: each example is drawn by its index.
+        args: ``DPGrapeTrainingArguments``: epsilon, delta, epochs, and any other options.
+        train_dataset: map-style, with a length: examples are sampled by their indices.
         compute_loss_func: ``f(outputs, labels)``, which returns one loss per sample, (B,).
-        public_dataset: examples that nobody needs to protect, which principal directions and rates
-            are measured on instead of synthetic inputs.
-        **kwargs: everything else that ``transformers.Trainer`` takes, but ``optimizers``.
+        public_dataset: examples that need no protection. Principal directions and learning rates
+            are measured on them instead of on synthetic inputs.
+        **kwargs: all other arguments of ``transformers.Trainer``, except ``optimizers``.
 
     Raises:
-        PrivacyError: if arguments, model and data together cannot keep the promise; before any data
-            is touched where that can be told.
+        PrivacyError: arguments, model and data do not allow the guarantee; if possible, before any
+            data are read.
 
-    The guarantee in full is in ``DPGrapeMixin``, and in the page of ``dp_grape_hf/mechanism``.
+    ``DPGrapeMixin`` and the page of ``dp_grape_hf/mechanism`` state the full guarantee.
     """
 
 
@@ -58,7 +58,7 @@ class DPGrapeSeq2SeqTrainingArguments(DPGrapeArguments, Seq2SeqTrainingArguments
     """
 
     refused_if_set = DPGrapeArguments.refused_if_set | {
-        "sortish_sampler": "batches are Poisson draws, in which each example enters independently; "
+        "sortish_sampler": "Poisson sampling includes each example independently; "
         "leave it at False",
     }
 

@@ -54,7 +54,7 @@ PRIVACY = frozenset(
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class RunResult:
     """One result of an experiment.
 
     Args:
@@ -133,7 +133,7 @@ class Run:
         return found | {"method": self.method}
 
 
-class Group(tuple[Run, ...]):
+class Group(tuple[RunResult, ...]):
     """Runs that repeat each other."""
 
     __slots__ = ()
@@ -175,7 +175,7 @@ class Findings:
         curves: simulated peaks in bytes, by model, method and batch size.
     """
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RunResult] = field(default_factory=list)
     reports: dict[Path, list[dict[str, Any]]] = field(default_factory=dict)
     curves: dict[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
 
@@ -204,7 +204,7 @@ def collect(folders: Iterable[Path]) -> Findings:
         ValueError: if a file is no JSON.
     """
     findings = Findings()
-    runs: dict[str, Run] = {}
+    runs: dict[str, RunResult] = {}
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"--results {folder} is no folder.")
@@ -223,17 +223,17 @@ def collect(folders: Iterable[Path]) -> Findings:
             if "memory_curves" in found:
                 findings.curves[found["model"]] = found["memory_curves"]
             if {"family", "script", "settings", "metrics"} <= found.keys():
-                runs.setdefault(_key(found), Run(found))
+                runs.setdefault(_key(found), RunResult(found))
     findings.runs = list(runs.values())
     return findings
 
 
-def _final_runs(folder: Path, summary: Mapping[str, Any]) -> Iterator[Run]:
+def _final_runs(folder: Path, summary: Mapping[str, Any]) -> Iterator[RunResult]:
     sweep = Sweep(summary["config"], folder)
     for cell in sweep.final():
         result = sweep.result(cell)
         if result is not None:
-            yield Run(result, cell.row, _key(cell.entry() | {"seed": None}))
+            yield RunResult(result, cell.row, _key(cell.entry() | {"seed": None}))
 
 
 def _load(path: Path) -> Any:
@@ -250,7 +250,7 @@ def _key(value: Any) -> str:
 # ---- Order among runs ----
 
 
-def groups_of(runs: Iterable[Run]) -> list[Group]:
+def groups_of(runs: Iterable[RunResult]) -> list[Group]:
     """Returns the runs, those together that repeat each other."""
     found = partition(runs, lambda run: run.cell or _key(run.facts))
     return [Group(sorted(own, key=lambda run: run.seed)) for own in found.values()]

@@ -16,7 +16,7 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.projections import PRINCIPAL
 from recipes.paper.methods import METHODS, OPTIONS
-from recipes.report.findings import TUNED, ZERO_SHOT, Run, title_of
+from recipes.report.findings import TUNED, ZERO_SHOT, RunResult, title_of
 
 PAPER = Path(__file__).with_name("paper_tables.yaml")
 UNKNOWN = "unknown"
@@ -38,7 +38,7 @@ def read_paper() -> Spec:
     return paper
 
 
-def belongs(run: Run, spec: Spec) -> bool:
+def belongs(run: RunResult, spec: Spec) -> bool:
     """Returns whether a run is of the experiment of a table, or stands in for it."""
     return run.family == spec["family"] and run.task in tasks_of(spec)
 
@@ -49,17 +49,17 @@ def tasks_of(spec: Spec) -> list[str]:
     return list(dict.fromkeys([*tasks, *spec.get("also", ())]))
 
 
-def column_of(run: Run, spec: Spec) -> str | None:
+def column_of(run: RunResult, spec: Spec) -> str | None:
     """Returns the column that a run belongs in, or comes nearest to; None if there is none."""
     return _placed(run, spec)[0]
 
 
-def unlike(run: Run, spec: Spec) -> dict[str, str]:
+def unlike(run: RunResult, spec: Spec) -> dict[str, str]:
     """Returns what keeps a run from standing beside the paper's number; nothing if it may."""
     return _placed(run, spec)[1]
 
 
-def _placed(run: Run, spec: Spec) -> tuple[str | None, dict[str, str]]:
+def _placed(run: RunResult, spec: Spec) -> tuple[str | None, dict[str, str]]:
     found: list[tuple[str, dict[str, str]]] = []
     for name, column in spec["columns"].items():
         if column["task"] == run.task:
@@ -74,7 +74,7 @@ def _placed(run: Run, spec: Spec) -> tuple[str | None, dict[str, str]]:
     return min(found, key=lambda item: len(item[1]))
 
 
-def _differences(run: Run, wanted: Spec) -> dict[str, str]:
+def _differences(run: RunResult, wanted: Spec) -> dict[str, str]:
     return {
         name: f"{run.facts.get(name)}; the paper: {' or '.join(map(str, _offered(value)))}"
         for name, value in wanted.items()
@@ -86,7 +86,7 @@ def _offered(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def variant(run: Run, spec: Spec) -> dict[str, Any]:
+def variant(run: RunResult, spec: Spec) -> dict[str, Any]:
     """Returns the options by which a run differs from the method as the paper has it.
 
     An option that the paper does not tell is one of them, whatever its value. Those that are not
@@ -102,7 +102,7 @@ def variant(run: Run, spec: Spec) -> dict[str, Any]:
     }
 
 
-def _usual(run: Run, spec: Spec) -> dict[str, Any]:
+def _usual(run: RunResult, spec: Spec) -> dict[str, Any]:
     wanted = {f.name: f.default for f in fields(DPGrapeArguments)} | OPTIONS
     # Where a rate is given, and P is random
     wanted |= {"clipping": Clipping.FLAT.value, "projection_rank": 16, "noise": "independent"}
@@ -117,12 +117,12 @@ def _usual(run: Run, spec: Spec) -> dict[str, Any]:
     return wanted
 
 
-def _column(run: Run, spec: Spec) -> Spec:
+def _column(run: RunResult, spec: Spec) -> Spec:
     column = column_of(run, spec)
     return {} if column is None else spec["columns"][column]
 
 
-def reasons(runs: Sequence[Run], spec: Spec) -> list[str]:
+def reasons(runs: Sequence[RunResult], spec: Spec) -> list[str]:
     """Returns what is not the paper's in some runs, a line for each thing."""
     apart: dict[str, dict[str, None]] = {}
     variants: dict[str, dict[tuple[str, str], dict[str, None]]] = {}  # titles of methods

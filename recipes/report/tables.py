@@ -35,7 +35,7 @@ from recipes.common.markdown import (
 from recipes.report.findings import (
     Findings,
     Line,
-    Run,
+    RunResult,
     collect,
     groups_of,
     lines_of,
@@ -104,14 +104,14 @@ def render(findings: Findings, paper: Spec) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _same(runs: Iterable[Run], spec: Spec) -> list[Run]:
+def _same(runs: Iterable[RunResult], spec: Spec) -> list[RunResult]:
     return [run for run in runs if not unlike(run, spec)]
 
 
 # ---- Results ----
 
 
-def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
+def table(runs: Sequence[RunResult], spec: Spec) -> Iterator[str]:
     """Yields a table of the paper, with the runs of the same experiment beside it."""
     same, columns = _same(runs, spec), list(spec["columns"])
     yield from (f"## {spec['title']}", "", f"The paper's `{spec['label']}`.", "")
@@ -141,7 +141,7 @@ def table(runs: Sequence[Run], spec: Spec) -> Iterator[str]:
     yield from bullets([*spec["notes"], *origin(same)])
 
 
-def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
+def stand_in(model: str, runs: Sequence[RunResult], spec: Spec) -> Iterator[str]:
     """Yields a table of runs that are not the paper's experiment, and what sets them apart."""
     tasks = [task for task in tasks_of(spec) if any(run.task == task for run in runs)]
     yield from (f"### The same experiment on stand-ins: {model}", "")
@@ -156,7 +156,7 @@ def stand_in(model: str, runs: Sequence[Run], spec: Spec) -> Iterator[str]:
     yield from bullets([*reasons(runs, spec), *origin(runs)])
 
 
-def _row_of(run: Run) -> tuple[str, float | None]:
+def _row_of(run: RunResult) -> tuple[str, float | None]:
     return run.method, run.epsilon
 
 
@@ -165,12 +165,14 @@ def _order(row_of: tuple[str, float | None]) -> tuple[str, float]:
     return title_of(method), -(epsilon or 0.0)  # as in the paper: the largest first
 
 
-def _options(run: Run, spec: Spec) -> str:
+def _options(run: RunResult, spec: Spec) -> str:
     """Returns the options that make a run a variant of the paper's method."""
     return ", ".join(f"{name} = {value}" for name, value in variant(run, spec).items())
 
 
-def _scores(line: Line, spec: Spec, column: Callable[[Run], str]) -> Iterator[tuple[str, Scores]]:
+def _scores(
+    line: Line, spec: Spec, column: Callable[[RunResult], str]
+) -> Iterator[tuple[str, Scores]]:
     """Yields how a label ends, and the scores: those of the last step, those of the best."""
     yield BLANK, {column(group[0]): group.score() for group in line.groups}
     if spec.get("best_epoch"):
@@ -179,7 +181,7 @@ def _scores(line: Line, spec: Spec, column: Callable[[Run], str]) -> Iterator[tu
             yield BEST_EPOCH, found
 
 
-def origin(runs: Sequence[Run]) -> list[str]:
+def origin(runs: Sequence[RunResult]) -> list[str]:
     """Returns where results come from, what their settings cost, and what they say themselves."""
     if not runs:
         return []
@@ -212,7 +214,7 @@ def _listed(values: Iterable[Any]) -> str:
 # ---- Settings ----
 
 
-def settings_beside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[str]:
+def settings_beside(runs: Sequence[RunResult], spec: Spec, chosen: Spec) -> Iterator[str]:
     """Yields the clipping bounds and learning rates of a table, the paper's and ours."""
     columns, by_column = (
         list(spec["columns"]),
@@ -228,7 +230,7 @@ def settings_beside(runs: Sequence[Run], spec: Spec, chosen: Spec) -> Iterator[s
         yield row([title_of(method), name, *beside(theirs, ours)])
 
 
-def _values(runs: Iterable[Run], method: str, name: str) -> str:
+def _values(runs: Iterable[RunResult], method: str, name: str) -> str:
     found = sorted({run.facts[name] for run in runs if run.method == method and name in run.facts})
     return " / ".join(f"{value:g}" for value in found) or NOT_RUN
 

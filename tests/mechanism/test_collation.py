@@ -130,7 +130,7 @@ def test_a_row_is_that_of_the_example_alone_but_for_padding(name: str) -> None:
     collator, make = COLLATORS[name]
     examples = [make(length, i) for i, length in enumerate(LENGTHS)]
     if name in ("stretched", "mixed", "normalised"):
-        with pytest.raises(PrivacyError, match="otherwise among others"):
+        with pytest.raises(PrivacyError, match="from other examples"):
             refuse_other_rows(RowCollator(collator), examples)
     else:
         refuse_other_rows(RowCollator(collator), examples)

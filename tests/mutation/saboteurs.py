@@ -46,7 +46,7 @@ from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.publishing import file_checks, hub, model_files
 from dp_grape_hf.publishing.model_files import is_weights
-from dp_grape_hf.trainer import collators, mixin, overlap, own_inputs, remembered
+from dp_grape_hf.trainer import collators, inputs_by_form, mixin, overlap, remembered
 
 
 @dataclass(frozen=True)
@@ -604,8 +604,8 @@ def _options_stay_open(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DPGrapeArguments, "__setattr__", object.__setattr__)
 
 
-def _form_unwatched(dataset: Any, collator: Any, example: Any) -> dict[str, own_inputs.Form]:
-    return own_inputs.form_of(None, collator, example)
+def _form_unwatched(dataset: Any, collator: Any, example: Any) -> dict[str, inputs_by_form.Form]:
+    return inputs_by_form.form_of(None, collator, example)
 
 
 def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
@@ -1102,7 +1102,7 @@ SABOTEURS = (
     ),
     Saboteur(
         "synthetic inputs are as long as the first example",
-        lambda patch: patch.setattr(own_inputs, "LENGTHS", ()),
+        lambda patch: patch.setattr(inputs_by_form, "LENGTHS", ()),
         ("test_own_models.py::test_of_examples_neither_values_nor_lengths_reach_what_is_measured",),
     ),
     Saboteur(

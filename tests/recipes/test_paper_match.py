@@ -10,7 +10,7 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.common.provenance import recorded
 from recipes.paper.experiment import parse
 from recipes.paper.methods import METHODS, ZEROTH_ORDER
-from recipes.report.findings import ZERO_SHOT, Findings, Run
+from recipes.report.findings import ZERO_SHOT, Findings, RunResult
 from recipes.report.paper_match import read_paper, unlike, variant
 from recipes.report.tables import render
 from tests.support.experiments import made_up, rows
@@ -20,7 +20,7 @@ DELTA = {"vit-full": 1.666e-5, "vit-finetuning": 1.999e-5}
 """What is just below 1/n where all is trained on, as the sweeps have it."""
 
 
-def preset_run(name: str, method: str, config: str = "paper") -> Run:
+def preset_run(name: str, method: str, config: str = "paper") -> RunResult:
     """What a preset would record, of a table's first task, with what it lacks given."""
     spec = PAPER["tables"][name]
     family = importlib.import_module(f"recipes.paper.{spec['family']}").FAMILY
@@ -42,7 +42,7 @@ def preset_run(name: str, method: str, config: str = "paper") -> Run:
     words += [f"--config={config}", "--use_cpu", "--output_dir=x"]
     script, args = parse(family, words)
     found = made_up(1.0, spec["family"], splits=column["sizes"])
-    return Run(found | {"script": asdict(script), "settings": recorded(args)})
+    return RunResult(found | {"script": asdict(script), "settings": recorded(args)})
 
 
 ROWS = [
@@ -126,7 +126,9 @@ def test_whatever_else_is_changed_a_run_says_so(name: str) -> None:
                 number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 other = value + 1 if number else not value if value in (True, False) else "other"
                 changed = {**run.result, part: {**run.result[part], option: other}}
-                if option in unlike(Run(changed), spec) or option in variant(Run(changed), spec):
+                if option in unlike(RunResult(changed), spec) or option in variant(
+                    RunResult(changed), spec
+                ):
                     seen.add(option)
     epochs = set() if spec["family"] == "vit" else {"num_train_epochs"}  # max_steps decides
     splits = {"split_seed", "freeze_embeddings"} if spec["family"] == "vit" else set()
@@ -146,7 +148,7 @@ def test_a_changed_option_is_in_the_label(name: str, method: str, change: dict[s
     run = preset_run(name, method)
     ((option, value),) = change.items()
     part = "script" if option in run.result["script"] else "settings"
-    run = Run({**run.result, part: run.result[part] | change})
+    run = RunResult({**run.result, part: run.result[part] | change})
     assert variant(run, PAPER["tables"][name]) == change
     text = render(Findings([run]), PAPER)
     title = METHODS[method].title
@@ -155,7 +157,7 @@ def test_a_changed_option_is_in_the_label(name: str, method: str, change: dict[s
 
 
 def test_other_data_are_in_the_label_and_other_heads_are_apart() -> None:
-    other = Run(made_up(90.0, dataset_path="data/other"))
+    other = RunResult(made_up(90.0, dataset_path="data/other"))
     text = render(Findings([other]), PAPER)
     assert rows(text, "| DP-GRAPE, dataset_path = other | 6")[0][2:4] == ["", "90.0 [1]"]
     run = preset_run("vit-full", "dp_grape")
@@ -169,6 +171,6 @@ def test_what_the_score_does_not_depend_on_is_in_no_label() -> None:
     nothing = {"noise_multiplier": 0.0, "max_grad_norm": float("inf"), "target_epsilon": None}
     result = made_up(93.0, method="adam")
     result["settings"] |= nothing
-    assert variant(Run(result), PAPER["tables"]["roberta-fewshot"]) == {"max_steps": 1000}
+    assert variant(RunResult(result), PAPER["tables"]["roberta-fewshot"]) == {"max_steps": 1000}
     asked = made_up(79.0, zero_shot=True, max_steps=-1, lora_rank=4, max_length=48)
-    assert variant(Run(asked), PAPER["tables"]["roberta-fewshot"]) == {"max_length": 48}
+    assert variant(RunResult(asked), PAPER["tables"]["roberta-fewshot"]) == {"max_length": 48}

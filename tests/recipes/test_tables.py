@@ -12,7 +12,7 @@ from recipes.gpu_report.__main__ import rows as gpu_rows
 from recipes.gpu_report.models import MODELS
 from recipes.paper.methods import METHODS
 from recipes.report import tables
-from recipes.report.findings import ZERO_SHOT, Findings, Run, collect, groups_of, lines_of
+from recipes.report.findings import ZERO_SHOT, Findings, RunResult, collect, groups_of, lines_of
 from recipes.report.paper_match import read_paper
 from recipes.report.tables import render
 from tests.support.experiments import made_up, rows, saved
@@ -22,7 +22,7 @@ MINI = {"model_name_or_path": "x/MiniLM", "head": "classification", "dataset_pat
 
 
 def text_of(*results: dict[str, Any]) -> str:
-    return render(Findings([Run(result) for result in results]), PAPER)
+    return render(Findings([RunResult(result) for result in results]), PAPER)
 
 
 def section(text: str, title: str) -> str:
@@ -96,7 +96,7 @@ def test_what_only_a_machine_notices_is_averaged() -> None:
 
 
 def test_a_line_may_have_another_bound_on_each_task() -> None:
-    runs = [Run(made_up(90.0)), Run(made_up(80.0, task="RTE", max_grad_norm=9.0))]
+    runs = [RunResult(made_up(90.0)), RunResult(made_up(80.0, task="RTE", max_grad_norm=9.0))]
     (line,) = lines_of(groups_of(runs), ("task",))
     assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
 

@@ -17,7 +17,7 @@ from dp_grape_hf.arguments import PrivacyPlan, schedule_of
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.publishing import verify
-from dp_grape_hf.trainer import Run
+from dp_grape_hf.trainer import PrivateRun
 from tests.support.models import only
 from tests.support.trainers import (
     CLASSES,
@@ -58,7 +58,7 @@ def final_noise(
 ) -> dict[str, float]:
     """The number of bands, and the root mean square of the final weights, predicted and measured.
 
-    A layer of 80,000 weights is trained by ``Run.step`` on empty batches, so that only noise moves
+    A layer of 80,000 weights trains by ``PrivateRun.step`` on empty batches, so only noise moves
     it: by momentum, at a rate that falls to 0 in a straight line.
     """
     model = nn.Linear(400, 200, bias=False)
@@ -77,7 +77,7 @@ def final_noise(
         report_to="none",
     )
     plan = PrivacyPlan(args, size)
-    run = Run(args, model, lambda outputs, labels: outputs.sum(1))
+    run = PrivateRun(args, model, lambda outputs, labels: outputs.sum(1))
     run.start(Ledger.start(plan.mechanism), torch.Generator().manual_seed(0))
     optimizer = run.make_optimizer()
     scheduler = get_scheduler("linear", optimizer, 0, steps)

@@ -107,9 +107,9 @@ def test_a_damaged_file_is_recognised(
     damage(run / "checkpoint-4" / name)
     assert name in fault_of_checkpoint(run / "checkpoint-4")
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-2")
-    assert f"{run / 'checkpoint-4'} is not whole and is left out: {name}" in caplog.text
+    assert f"{run / 'checkpoint-4'} is not complete and is skipped: {name}" in caplog.text
     require_whole_checkpoint(run / "checkpoint-2")
-    with pytest.raises(PrivacyError, match=rf"checkpoint-4' is not whole: {name}.*pass True"):
+    with pytest.raises(PrivacyError, match=rf"checkpoint-4' is not complete: {name}.*pass True"):
         require_whole_checkpoint(run / "checkpoint-4")
 
 
@@ -121,7 +121,7 @@ def test_a_run_resumes_from_the_last_whole_checkpoint_and_counts_every_release(
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step == 8
     assert resumed.ledger.steps == Ledger.load(run / LEDGER_NAME).steps == 4 + 6
-    assert "checkpoint-4 is not whole" in caplog.text
+    assert "checkpoint-4 is not complete" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [_halve, Path.unlink])

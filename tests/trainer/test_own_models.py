@@ -11,7 +11,7 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
-from dp_grape_hf.trainer.own_inputs import Form, InputsByForm
+from dp_grape_hf.trainer.inputs_by_form import Form, InputsByForm
 from tests.support.models import row
 from tests.support.trainers import Examples, make_trainer, weights_of
 
@@ -180,7 +180,7 @@ class Remembers(Examples):
 
 def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Words(), words_row)
-    trainer.train_dataset, trainer._own_inputs = (
+    trainer.train_dataset, trainer._form_inputs = (
         Remembers([words_row(i) for i in range(ROWS)]),
         None,
     )

@@ -164,7 +164,7 @@ def test_what_is_shared_is_not_quoted() -> None:
 
 
 def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="projection='gaussian' measures nothing"):
+    with pytest.raises(PrivacyError, match="projection='gaussian' does not use it"):
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
 
 

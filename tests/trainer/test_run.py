@@ -25,7 +25,7 @@ from dp_grape_hf.phases import (
     UPDATE,
     Observer,
 )
-from dp_grape_hf.trainer import Run
+from dp_grape_hf.trainer import PrivateRun
 from tests.support.trainers import (
     EXACT,
     Releases,
@@ -58,10 +58,10 @@ class Notes(Observer):
         self.seen.append(f"made {what}")
 
 
-def private_run(folder: Path, observer: Observer | None = None, **changes: Any) -> Run:
+def private_run(folder: Path, observer: Observer | None = None, **changes: Any) -> PrivateRun:
     """Returns a run that needs no more than batches, with an optimizer."""
     args = make_args(folder, **changes)
-    run = Run(args, TinyForSequenceClassification(), observer=observer)
+    run = PrivateRun(args, TinyForSequenceClassification(), observer=observer)
     plan = PrivacyPlan(args, len(points()))
     ledger = Ledger.start(plan.mechanism, private=False, reason="a test")
     run.start(ledger, torch.Generator().manual_seed(0))

@@ -96,7 +96,7 @@ def _set_host_streams(state: tuple[Any, Any]) -> None:
 
 
 def same_state(left: Sequence[Any], right: Sequence[Any]) -> bool:
-    """Whether two states of one stream are equal."""
+    """Return whether two states of one stream are equal."""
     return all(map(np.array_equal, left, right))
 
 

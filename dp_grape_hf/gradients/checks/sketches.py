@@ -47,7 +47,7 @@ LOW = Tolerance(error=0.1, floor=5e-2, loss=1e-1, change=5e-2)
 
 
 def computes_in_16_bits(model: nn.Module) -> bool:
-    """Whether weights or matrix products are rounded to 16 bits or fewer.
+    """Return whether weights or matrix products are rounded to 16 bits or fewer.
 
     Autocast may be on around the model, or inside its forward method if accelerate put it there.
     """

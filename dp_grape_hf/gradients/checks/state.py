@@ -321,7 +321,7 @@ def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
 
 
 def _is_quantised(parameter: Any) -> bool:
-    """Whether a parameter is a frozen weight of a quantisation library's class."""
+    """Return whether a parameter is a frozen weight of a quantisation library's class."""
     frozen = isinstance(parameter, nn.Parameter) and not parameter.requires_grad
     return frozen and not isinstance(parameter, DTensor) and type(parameter) is not nn.Parameter
 
@@ -454,7 +454,7 @@ def _is_left_out(value: Any) -> bool:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module belongs to Python, to an installed library or to this package."""
+    """Return whether a module belongs to Python, to an installed library or to this package."""
     first = (module or "").partition(".")[0]
     if first in sys.stdlib_module_names - {"__main__"} or first == __name__.partition(".")[0]:
         return True
@@ -466,7 +466,7 @@ def _is_installed(module: str | None) -> bool:
 
 
 def _same(before: Values, after: Values) -> bool:
-    """Whether all values are the same objects, or equal; False if they cannot be compared."""
+    """Return whether all values are identical or equal; False if they cannot be compared."""
     try:
         return before == after
     except Exception:  # tensors and arrays have no single truth value
@@ -508,7 +508,7 @@ def _equal_tensors(before: Tensor, after: Tensor) -> bool:
 
 
 def _is_opaque(value: Any) -> bool:
-    """Whether a value is a handle, of a file or a connection, that is opened at its first use."""
+    """Return whether a value is a handle of a file or a connection, opened at its first use."""
     if not _is_installed(type(value).__module__) or isinstance(value, types.GeneratorType):
         return False
     try:

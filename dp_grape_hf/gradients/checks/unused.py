@@ -180,7 +180,7 @@ package assumes that these inputs, and labels, bring no further parameter into t
 
 
 def _may_reach(parameter: Parameter) -> bool:
-    """Whether an argument of ``forward`` may bring parameters into the outputs."""
+    """Return whether an argument of ``forward`` may bring parameters into the outputs."""
     name = parameter.name
     return not (
         parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)

@@ -223,7 +223,7 @@ def with_frames(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
 
 
 def is_regression(config: Any, outputs: int) -> bool:
-    """Whether a classifier with that many outputs is a regression, by the rule of transformers."""
+    """Return whether a classifier is a regression, by the rule of transformers."""
     problem = getattr(config, "problem_type", None)
     return problem == "regression" or (problem is None and outputs == 1)
 

@@ -31,7 +31,7 @@ from dp_grape_hf.gradients.losses.heads import (
     is_regression,
 )
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
-from dp_grape_hf.gradients.losses.own_loss import OwnLoss, returns_its_loss
+from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss, returns_its_loss
 from dp_grape_hf.gradients.rows import batch_size_of
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
@@ -136,7 +136,7 @@ class HeadLoss(ModelLoss):
         return found[0] if len(found) == 1 else torch.stack(found, 1)
 
     def fits(self, labels: Tensor, positions: int) -> bool:
-        """Whether a number of positions fits the labels, with or without PEFT's virtual tokens."""
+        """Return whether the number of positions fits the labels, with PEFT's virtual tokens."""
         return labels.dim() == 2 and positions - labels.shape[1] in (0, self.virtual_tokens)
 
     def targets(self, labels: Tensor, positions: int) -> Tensor:
@@ -155,7 +155,7 @@ class HeadLoss(ModelLoss):
         return self.head.targets(functional.pad(labels, (missing, 0), value=IGNORE_INDEX))
 
 
-def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLoss:
+def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | ReturnedLoss:
     """Return the per-sample loss of a model, chosen by its class name.
 
     If the name of a user's class is not known and its forward takes labels, the loss is the one
@@ -185,7 +185,7 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLo
                 "shape (B,), and compares each with negatives in its row or of public data."
             )
         if not suffix and returns_its_loss(base) and not label_smoothing:
-            return OwnLoss(base)
+            return ReturnedLoss(base)
         why = f" (it {UNKNOWN_LOSSES[suffix]})" if suffix else ""
         raise UnsupportedModelError(
             f"The loss of {name} is not known per sample{why}. Pass compute_loss_func=f where "
@@ -202,14 +202,14 @@ def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | OwnLo
 
 
 def _reads_on(model: Any) -> bool:
-    """Whether a model generates text with a decoder alone, after images or sounds."""
+    """Return whether a model generates text with a decoder alone, after images or sounds."""
     config: Any = getattr(model, "config", None)
     encodes = getattr(config, "is_encoder_decoder", False)
     return not encodes and hasattr(config, "get_text_config") and config.get_text_config() != config
 
 
 def _is_contrastive(model: nn.Module) -> bool:
-    """Whether the loss of a model is contrastive and off by default, as for CLIP."""
+    """Return whether the loss of a model is contrastive and off by default, as for CLIP."""
     asked = signature(model.forward).parameters.get("return_loss")
     return asked is not None and asked.default is not True
 
@@ -239,7 +239,7 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
 
 def losses_of(model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any]) -> Tensor:
     """Run a model on a batch; return its losses (B,)."""
-    if isinstance(loss, OwnLoss):
+    if isinstance(loss, ReturnedLoss):
         return loss.each(model, inputs)
     given, labels = split(loss, inputs)
     return checked(loss(model(**given), labels), batch_size_of(inputs))

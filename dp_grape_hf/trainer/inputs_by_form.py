@@ -1,12 +1,12 @@
-"""Synthetic inputs of a model of the user's own: random values of the form of an example.
+"""Synthetic inputs for a model from outside transformers: random values in the form of an example.
 
-``projections.probes`` knows what the models of transformers read. Of any other model it is known
-which names its forward takes, and an example shows which shape and dtype each of them has. Values
-are random. Tokens are as many as the embedding that reads them has rows.
+``projections.probes`` knows the inputs of the models of transformers. For another model, its
+forward shows the names of the inputs, and an example shows the shape and the dtype of each. The
+values are random. The vocabulary has the size of the embedding that reads the tokens.
 
-The form is public only as far as all examples share it. So the first dimension of an input, which
-is the length of a text, is replaced by declared lengths where the model can be run on these. The
-model fixes all other dimensions, or they count as public.
+The form is public only if all examples share it. So the first dimension of an input, the length of
+a text, is replaced by fixed lengths if the model can be run on these. All other dimensions count as
+public.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from dp_grape_hf.gradients import StateGuard, evaluating, is_target, keeping_ran
 from dp_grape_hf.projections import LENGTHS, Inputs, natural_noise, on_inputs
 
 _BATCHES = 8
-_TOKENS, _NUMBERS = 1024, 2**18  # of a batch, about
-_ROWS = 128  # of a batch, at most
+_TOKENS, _NUMBERS = 1024, 2**18  # per batch, about
+_ROWS = 128  # per batch, at most
 
 
 class Form(NamedTuple):
@@ -38,12 +38,15 @@ class Form(NamedTuple):
 
 
 def form_of(dataset: Any, collator: Callable[[list[Any]], Any], example: Any) -> dict[str, Form]:
-    """Returns the form of an example as the collator makes it, by the names of inputs.
+    """Return the form of each input of a collated example, by name.
 
     Args:
-        dataset: of the run. It must not remember that it was read.
-        collator: of the run, which must not remember either.
+        dataset: the training data. Its state must not change.
+        collator: the collator of the run. Its state must not change either.
         example: returns the example.
+
+    Raises:
+        PrivacyError: the data set or the collator changed its state.
     """
     with StateGuard(train_dataset=dataset, data_collator=collator).unchanged():
         batch = first_row(collator, example)
@@ -52,23 +55,23 @@ def form_of(dataset: Any, collator: Callable[[list[Any]], Any], example: Any) ->
 
 
 def first_row(collator: Callable[[list[Any]], Any], example: Callable[[], Any]) -> dict[str, Any]:
-    """Returns the batch that a collator makes of one example, with random numbers put back."""
+    """Return the batch of one example; the state of random numbers does not change."""
     with keeping_random_state():
         seed_all(0)
-        found = example()
-        return dict(collator([dict(found) if isinstance(found, Mapping) else found]))
+        row = example()
+        return dict(collator([dict(row) if isinstance(row, Mapping) else row]))
 
 
 class InputsByForm:
-    """Makes the same batches of random inputs of one form at every call.
+    """Batches of random inputs of one form, the same at every call.
 
     Args:
         model: the model that reads them.
-        forms: of an example, by name; labels are left out unless the forward demands them.
-        seed: public.
+        forms: the form of each input, by name. Labels are left out unless the forward needs them.
+        seed: a public seed.
 
     Raises:
-        PrivacyError: at the first call, if the model cannot be run on such inputs.
+        PrivacyError: at the first call: the model cannot be run on such inputs.
     """
 
     def __init__(self, model: nn.Module, forms: Mapping[str, Form], seed: int) -> None:
@@ -81,10 +84,10 @@ class InputsByForm:
             if name in takes and (not is_target(name) or name in demanded)
         }
         self._shapes: list[dict[str, tuple[int, ...]]] = []
-        self._words: dict[str, int] = {}  # how many rows the embedding has that reads an input
+        self._words: dict[str, int] = {}  # input name -> rows of the embedding that reads it
 
     def __call__(self) -> Iterator[Inputs]:
-        """Yields inputs that depend on no example's values."""
+        """Yield the batches."""
         if not self._shapes:
             self._measure()
         generator = torch.Generator().manual_seed(self._seed)
@@ -92,16 +95,16 @@ class InputsByForm:
             yield self._batch(self._shapes[number % len(self._shapes)], generator)
 
     def _measure(self) -> None:
-        """Finds which embedding reads which input, and which lengths the model takes."""
+        """Determine the vocabulary of each input, and the lengths that the model takes."""
         given = {name: form.shape for name, form in self._forms.items()}
         try:
             self._words = self._run(given)
-            self._run(given)  # with tokens of all of the vocabulary
+            self._run(given)  # again, with tokens of the full vocabulary
         except (PrivacyError, *ERRORS) as error:
             raise PrivacyError(
-                f"{type(self._model).__name__} cannot be run on random inputs of the form of an "
+                f"{type(self._model).__name__} cannot be run on random inputs with the form of an "
                 f"example, {_in_words(self._forms)}: {type(error).__name__}: {error}. Pass "
-                "public_dataset= or public_example= to the trainer, whose form the model can read."
+                "public_dataset= or public_example= to the trainer, with inputs that it can read."
             ) from error
         free: set[int] = set()
         for size in {shape[0] for shape in given.values() if shape}:
@@ -117,7 +120,7 @@ class InputsByForm:
         return False
 
     def _run(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, int]:
-        """Runs the model on one row; returns what ``_Reads`` finds."""
+        """Run the model on one row, and return the vocabulary sizes (``_Reads``)."""
         batch = self._batch(shapes, torch.Generator().manual_seed(self._seed), rows=1)
         device = next(self._model.parameters()).device
         batch = {name: value.to(device) for name, value in batch.items()}
@@ -142,7 +145,7 @@ class InputsByForm:
     def _values(self, name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
         dtype = self._forms[name].dtype
         if dtype.is_floating_point:
-            if len(shape) > 3:  # images, and what has their shape
+            if len(shape) > 3:  # images, and inputs with the same number of dimensions
                 return natural_noise(shape, 2, generator).to(dtype)
             return torch.randn(shape, generator=generator).to(dtype)
         words = self._words.get(name)
@@ -154,19 +157,19 @@ class InputsByForm:
 
 
 class _Reads(TorchFunctionMode):
-    """Notes which embedding reads which input, and keeps tokens in its range.
+    """Records which embedding reads which input, and checks the range of tokens.
 
-    A token that an embedding has no row for would end the work of a GPU, and raises an error here.
+    A token outside the range would stop a GPU. Here it raises an ``IndexError``.
 
     Args:
-        batch: on the device of the model.
+        batch: the inputs, on the device of the model.
     """
 
     def __init__(self, batch: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._names = {v.untyped_storage().data_ptr(): n for n, v in batch.items()}
         self.words: dict[str, int] = {}
-        """Name of an input -> how many rows the smallest embedding has that reads it."""
+        """Name of an input -> rows of the smallest embedding that reads it."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -183,7 +186,7 @@ class _Reads(TorchFunctionMode):
 def _with_length(
     shapes: Mapping[str, tuple[int, ...]], sizes: set[int], length: int
 ) -> dict[str, tuple[int, ...]]:
-    """Returns shapes with another first dimension where it is one of some sizes."""
+    """Return shapes with ``length`` as first dimension, if it was one of ``sizes``."""
     return {n: (length, *s[1:]) if s and s[0] in sizes else s for n, s in shapes.items()}
 
 

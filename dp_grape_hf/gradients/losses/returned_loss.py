@@ -21,7 +21,7 @@ from dp_grape_hf.gradients.rows import batch_size_of, copies_of
 _TARGETS = {"y", "target", "targets"}
 
 
-class OwnLoss(ModelLoss):
+class ReturnedLoss(ModelLoss):
     """The loss that a model returns for a batch of one example, ``(outputs, None) -> (1,)``.
 
     Args:
@@ -69,12 +69,12 @@ class OwnLoss(ModelLoss):
 
 
 def is_target(name: str) -> bool:
-    """Whether an argument of a forward is a label, by its name."""
+    """Return whether an argument of a forward is a label, by its name."""
     return "label" in name or name in _TARGETS
 
 
 def returns_its_loss(model: nn.Module) -> bool:
-    """Whether a forward takes labels, and is not defined in transformers."""
+    """Return whether a forward takes labels, and is not defined in transformers."""
     module = getattr(model.forward, "__module__", None) or ""
     theirs = module.partition(".")[0] == "transformers"
     return not theirs and any(map(is_target, signature(model.forward).parameters))
