@@ -254,7 +254,7 @@ class HeldOut:
             finding = (
                 f"{what} has training rows: {len(shared)} of its {len(held)} rows are in "
                 f"train_dataset, too; the first is {what}[{shared[0]}]. Metrics of these "
-                "rows are logged without noise, so epsilon does not cover them. "
+                "rows are not covered by epsilon: they are logged without noise. "
             )
             if len(shared) > _COINCIDENCE * len(held) or len(rows.elements_of(held)):
                 raise PrivacyError(

@@ -79,7 +79,9 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
         logger.warning(
             "train_dataset %s, so texts may be packed into blocks. A row then mixes texts of "
             "several people, and epsilon protects a row and no person. Give each text a separate "
-            "row (truncation=True and no packing). If each row is one example, nothing is wrong.",
+            "row (truncation=True and no packing), or pack texts of one person only, add a column "
+            "with the person, and set privacy_unit_column to its name. If each row is one example, "
+            "nothing is wrong.",
             sign,
         )
 

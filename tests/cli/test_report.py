@@ -48,4 +48,4 @@ def test_a_run_is_drawn(
     assert "needs matplotlib" in capsys.readouterr().err
     (tmp_path / "trainer_state.json").unlink()
     assert main(["report", str(tmp_path)]) == 2
-    assert "holds no trainer_state.json" in capsys.readouterr().err
+    assert "has no trainer_state.json" in capsys.readouterr().err

@@ -188,7 +188,7 @@ def test_a_checkpoint_without_choices_is_resumed(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"learning_rate_factors": {"classifier": 3}}, "learning_rate_factors of this run make"),
+        ({"learning_rate_factors": {"classifier": 3}}, "This run has learning_rate_factors"),
         ({"projection_rank": 2}, r"projection_rank=2 \(recorded: 16\)"),
         ({"expected_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 9"),
     ],

@@ -231,7 +231,7 @@ CASES = [
          collator=DataCollatorForTokenClassification(tokenizer("left"))),
     Case("a data set that pads", bert, [no_mask(e) for e in EQUAL], no_mask(LONG), dataset=PadsAll),
     Case("mixed by the collator", bert, EQUAL, EQUAL[0], collator=mixes,
-         refused="of an example otherwise among others"),
+         refused="of an example from other examples"),
     Case("sorted by length", SortedForSequenceClassification, PADDED, FULL,
          refused="one example at a time|order of the samples"),
     Case("divided by the longest", LongestForSequenceClassification, PADDED, FULL,

@@ -194,5 +194,5 @@ def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path: Path) -> None:
 def test_another_loss_or_public_data_are_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="defines its own loss"):
         on_pairs(kind, tmp_path, compute_loss_func=lambda outputs, labels: outputs)
-    with pytest.raises(PrivacyError, match="public_dataset was given"):
+    with pytest.raises(PrivacyError, match="public_dataset was passed"):
         on_pairs(kind, tmp_path, public_dataset=pairs(4, seed=9), projection="principal")
