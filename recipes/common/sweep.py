@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from threading import Lock
@@ -29,7 +29,10 @@ RUNS = "runs.jsonl"
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: a row, a task, a budget (None: not private), a seed and settings."""
+    """One run: a row, a task, a budget (None: not private), a seed and settings.
+
+    A run of the search scores the dev split only, any other run the test split only.
+    """
 
     row: str
     task: str
@@ -37,10 +40,11 @@ class Cell:
     seed: int
     settings: tuple[tuple[str, Any], ...]
     selection_runs: int = 0
+    scored: str = "test"
 
     @property
     def key(self) -> str:
-        """The unique key of the run in a sweep; ``selection_runs`` is not a part of it."""
+        """The unique key of the run in a sweep, without ``selection_runs`` and ``scored``."""
         return _key(self.entry())
 
     def entry(self) -> dict[str, Any]:
@@ -135,7 +139,8 @@ class Sweep:
         epsilon = where["epsilon"] if has_budget(self.config["rows"][name]) else None
         row = self.config["rows"][name].get("search", {})
         options = {**settings, **where.get("arguments", {}), **row}
-        return self._cell(name, task, epsilon, where["seed"], options)
+        cell = self._cell(name, task, epsilon, where["seed"], options)
+        return replace(cell, scored="dev")
 
     def _cell(
         self,

@@ -22,8 +22,9 @@ The file says what is run:
         search: {max_steps: 100}                                      # of this row's search only
         tasks: {RTE: {weight_decay: 0.1}}                             # of this row on that task
 
-How the grid is searched, ``recipes.common.sweep`` says. The search is not covered by any epsilon:
-every result says how many runs it cost, those of a grid that was changed since included.
+How the grid is searched, ``recipes.common.sweep`` says. Runs of the search score the dev split only,
+and all others the test split only. The search is not covered by any epsilon: every result says how
+many runs it cost, those of a grid that was changed since included.
 
 Each run is a process with a folder of its own, which holds its command, its log and, when it has
 ended, its result: a JSON file with scores, settings, privacy, versions, commit and device. The
@@ -57,6 +58,8 @@ from recipes.common.sweep import RUNS, Cell, Sweep, has_budget
 from recipes.paper.experiment import parse
 from recipes.paper.methods import METHODS
 
+FOR_THE_RECORD = ("selection_runs", "scored_splits")
+"""What results may differ in: how their settings were found, and which other splits they scored."""
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
 
 
@@ -113,6 +116,7 @@ class Experiments(Sweep):
             **dict(cell.settings),
             "seed": cell.seed,
             "selection_runs": cell.selection_runs,
+            "scored_splits": cell.scored,
             "result_dir": folder,
             "output_dir": folder / "run",
             "save_strategy": "no",
@@ -174,7 +178,7 @@ class Experiments(Sweep):
             f"{name} was {was!r} and is {today[part][name]!r} now"
             for part in today
             for name, was in result[part].items()
-            if name in today[part] and name != "selection_runs" and was != today[part][name]
+            if name in today[part] and name not in FOR_THE_RECORD and was != today[part][name]
         ]
 
 

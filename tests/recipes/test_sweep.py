@@ -28,6 +28,7 @@ CONFIG: dict[str, Any] = {
         "Adam": {"arguments": {"method": "adam", "learning_rate": 0.5}},
     },
 }
+OFFSETS = {"dev": 0, "test": 50}
 PRESET = {"model_name_or_path": "none", "target_delta": 1e-3, "max_grad_norm": 1.0}
 
 
@@ -50,7 +51,9 @@ class Runs:
         result = {
             "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
             "settings": recorded(args),
-            "metrics": {"dev": {"accuracy": score}, "test": {"accuracy": score + 50}},
+            "metrics": {
+                words["scored_splits"]: {"accuracy": score + OFFSETS[words["scored_splits"]]}
+            },
         }
         Path(words["result_dir"], "result.json").write_text(json.dumps(result))
         return subprocess.CompletedProcess(command, 0)
@@ -91,6 +94,7 @@ def test_the_best_on_the_dev_split_is_run_at_every_budget(
     assert {(c["target_epsilon"], c["seed"]) for c in search} == {("6", "100")}
     assert ["curve_steps" in c for c in runs.commands] == [True] * 2 + [False] * 6
     assert {c["dataset_path"] for c in runs.commands} == {"data/points"}
+    assert [c["scored_splits"] for c in runs.commands] == ["dev"] * 2 + ["test"] * 6
     private = [c for c in final if c["method"] == "dp_grape"]
     assert {(c["target_epsilon"], c["seed"]) for c in private} == {
         *(("2", "13"), ("2", "21"), ("6", "13"), ("6", "21"))
