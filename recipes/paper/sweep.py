@@ -22,9 +22,9 @@ The file says what is run:
         search: {max_steps: 100}                                      # of this row's search only
         tasks: {RTE: {weight_decay: 0.1}}                             # of this row on that task
 
-How the grid is searched, ``recipes.common.sweep`` says. Runs of the search score the dev split only,
-and all others the test split only. The search is not covered by any epsilon: every result says how
-many runs it cost, those of a grid that was changed since included.
+How the grid is searched, ``recipes.common.sweep`` says. Runs of the search score the dev split
+only, and all others the test split only. The search is not covered by any epsilon: every result
+says how many runs it cost, those of a grid that was changed since included.
 
 Each run is a process with a folder of its own, which holds its command, its log and, when it has
 ended, its result: a JSON file with scores, settings, privacy, versions, commit and device. The
