@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -47,6 +47,17 @@ def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
         **{name: getattr(spent.mechanism, name) for name in parameters},
         "private": spent.private,
     }
+
+
+def known_options(defaults: Mapping[str, Any], path: Path | str, *classes: type) -> None:
+    """Check that a file of defaults sets options of these dataclasses only.
+
+    Raises:
+        ValueError: it sets anything else.
+    """
+    known = {f.name for cls in classes for f in fields(cls)}
+    if unknown := sorted(defaults.keys() - known):
+        raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")
 
 
 def origin() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
 )
 from dp_grape_hf.tables import table
-from recipes.common.provenance import recorded, spent_as_json, versions, write
+from recipes.common.provenance import known_options, recorded, spent_as_json, versions, write
 from recipes.paper.methods import METHODS, PaperArguments
 
 CONFIG = Path(__file__).with_name("config.yaml")
@@ -172,9 +172,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[DigitsArguments, DPGrapeTr
     chosen = METHODS.get(parser.parse_known_args(argv)[0].method)
     if chosen is not None and not chosen.private:  # a budget would contradict it
         defaults.pop("target_epsilon", None)
-    known = {f.name for cls in (DigitsArguments, PaperArguments) for f in fields(cls)}
-    if unknown := sorted(defaults.keys() - known):
-        raise ValueError(f"{path} sets {unknown}, which are not options of this recipe.")
+    known_options(defaults, path, DigitsArguments, PaperArguments)
     parser.set_defaults(**defaults)
     script_args, args, _ = parser.parse_args_into_dataclasses(argv)
     return script_args, args

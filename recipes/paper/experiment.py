@@ -17,9 +17,9 @@ preset:
 The later wins, and the command line wins over all. A value ``unknown`` stands for a setting that
 was not published: a run that needs it stops, and asks for it.
 
-A result is a separate JSON file, which is never overwritten. With ``--save_model``, the run saves
-checkpoints and logs what is private while it trains, and the model at its end. A run that was
-stopped goes on from its last checkpoint if you give the same command again.
+A result is a separate JSON file, which is never overwritten. The presets log what is private while
+a run trains: epsilon and steps, and no loss. With ``--save_model``, the run saves checkpoints too,
+and the model at its end. If it is stopped, the same command goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
-from recipes.common.provenance import origin, recorded, spent_as_json, with_adapter
+from recipes.common.provenance import (
+    known_options,
+    origin,
+    recorded,
+    spent_as_json,
+    with_adapter,
+)
 from recipes.common.runs import append_line, read_lines
 from recipes.paper.methods import METHODS, PaperArguments
 from recipes.paper.metrics import metric
@@ -54,11 +60,8 @@ UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
 NOISE = ("target_epsilon", "noise_multiplier")
 LORA_INITS = ("random", "principal")
-KEPT: Mapping[str, Any] = {
-    **{"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 1},
-    **{"logging_strategy": "steps", "logging_steps": 0.02},  # of all steps
-}
-"""Where ``--save_model`` is given, stands in place of what a preset says."""
+KEPT: Mapping[str, Any] = {"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 1}
+"""Where ``--save_model`` is given, stands in place of what a preset says; steps are of all."""
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
 
 Scores = dict[str, float]
@@ -411,11 +414,10 @@ def parse(
     preset = preset_for(path, first.method, first.task, Path(first.model_name_or_path).name)
     if first.save_model:
         preset |= KEPT
-    known = {f.name for cls in (family.script, PaperArguments) for f in fields(cls)}
+    known = {f.name for f in fields(PaperArguments)}
     if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
         preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])
-    if wrong := sorted(preset.keys() - known):
-        raise ValueError(f"{path} sets {wrong}, which are no options of this recipe.")
+    known_options(preset, path, family.script, PaperArguments)
     row = METHODS.get(first.method)
     if row is not None and not row.private:  # a budget or a clip would contradict it
         for name in ("target_epsilon", "max_grad_norm"):

@@ -14,11 +14,12 @@ without that declaration; and the folder ``dataset``, to be published.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ from dp_grape_hf import (
     DPGrapeSFTTrainer,
     DPGrapeTrainingArguments,
     Ledger,
+    PrivacySpent,
 )
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.tables import table
-from recipes.common.provenance import origin, recorded, write
+from recipes.common.provenance import known_options, origin, recorded, spent_as_json, write
 from recipes.paper.data import load_split
 from recipes.synthetic_text.card import render
 from recipes.synthetic_text.evaluation import (
@@ -127,10 +129,13 @@ def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, An
 
 def spent_of(ledger: Ledger) -> dict[str, Any]:
     """Return what the training of a model spent, and by which mechanism."""
-    names = ("target_delta", "noise_multiplier", "sample_rate", "max_grad_norm", "adjacency")
-    own = {name: getattr(ledger.mechanism, name) for name in (*names, "privacy_unit", "chosen")}
-    epsilon = ledger.epsilon() if ledger.private else None
-    return {"private": ledger.private, "epsilon": epsilon, "steps": ledger.steps, **own}
+    spent = PrivacySpent(
+        ledger.epsilon() if ledger.private else math.inf,
+        ledger.mechanism.target_delta,
+        ledger.steps,
+        ledger.mechanism,
+    )
+    return spent_as_json(spent)
 
 
 def codes_of(script: SyntheticTextArguments) -> dict[str, str]:
@@ -317,9 +322,9 @@ def save(kept: Texts, results: Mapping[str, Any], args: DPGrapeSFTConfig, ledger
 
 def report(results: Mapping[str, Any], kept: Texts, folder: str) -> str:
     """Return the closing table, as text."""
-    spent, found = results["privacy"] or {"epsilon": None}, results["evaluation"]
+    spent, found = results["privacy"] or {"private": False}, results["evaluation"]
     rows = {
-        "epsilon spent": "none" if spent["epsilon"] is None else f"{spent['epsilon']:.4g}",
+        "epsilon spent": f"{spent['epsilon']:.4g}" if spent["private"] else "none",
         **{f"texts, {name}": f"{count}" for name, count in results["filter"].items()},
         **{f"accuracy, {name}": f"{value:.1%}" for name, value in found["accuracy"].items()},
         **{
@@ -344,9 +349,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[SyntheticTextArguments, DP
     given = parser.parse_known_args(argv)[0]
     if given.config is not None:
         defaults = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
-        known = {f.name for cls in (SyntheticTextArguments, DPGrapeSFTConfig) for f in fields(cls)}
-        if unknown := sorted(defaults.keys() - known):
-            raise ValueError(f"{given.config} sets {unknown}, which are no options of this recipe.")
+        known_options(defaults, given.config, SyntheticTextArguments, DPGrapeSFTConfig)
         if given.noise_multiplier is not None:
             defaults.pop("target_epsilon", None)
         parser.set_defaults(**defaults)
