@@ -1,4 +1,4 @@
-"""Renders every table of results, and that of options, in the committed pages.
+"""Renders every table of results, that of options, and the model cards, in the committed pages.
 
     make tables                        # python -m recipes.report
     python -m recipes.report --check
@@ -27,7 +27,7 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import checks, front_page, hours, paper_figures, state, tables
+from recipes.report import cards, checks, front_page, hours, paper_figures, state, tables
 from recipes.report.findings import Findings, collect
 from recipes.report.paper_match import read_paper
 from recipes.subspace import rendering as subspace
@@ -139,10 +139,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),
     "paper-figures": paper_figures.as_markdown,
     "stand-ins": lambda root: state.of_stand_ins(
-        {
-            name: _summary(root / STUDIES / name)
-            for name in {*state.SEARCHED.values(), *state.OURS.values()}
-        }
+        {name: _summary(root / STUDIES / name) for name in state.SWEEPS}
     ),
     "options": lambda _: front_page.options(),
     **{
@@ -160,6 +157,10 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/paper/results/paper_tables.md": lambda root: tables.render(
         _findings(root), read_paper()
     ),
+    **{
+        f"{cards.CARDS}/{name}/README.md": lambda root, name=name: cards.card(root, name)
+        for name in cards.DETAILS
+    },
     **{
         f"{STUDIES}/{name}/sweep.{ending}": lambda root, name=name, render=render: render(
             _summary(root / STUDIES / name)

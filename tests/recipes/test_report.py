@@ -61,7 +61,11 @@ def test_whole_pages_are_of_results_alone(
     results: Path, page: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``sweep.json`` also says what was run; its scores are those of the runs."""
-    some = {path: render for path, render in PAGES.items() if "vision/" in path or "digits" in path}
+    some = {
+        path: render
+        for path, render in PAGES.items()
+        if "vision/" in path or "recipes/digits" in path
+    }
     monkeypatch.setattr(report, "PAGES", some)
     committed = {path: (results / path).read_text(encoding="utf-8") for path in some}
     for path, text in committed.items():
