@@ -18,6 +18,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, accuracy, main, parse
@@ -213,8 +214,11 @@ def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(tmp_path: Path, d
     assert 0 < step < 60
     result = main(vit.FAMILY, command)
     assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
-    assert [point["step"] for point in result["curve"]] == list(range(5, 61, 5))
     (path,) = (tmp_path / "out").iterdir()
+    updates = Ledger.load(path / LEDGER_NAME).updates  # fewer by the steps after the checkpoint
+    assert updates is not None
+    assert 60 - 6 < updates <= 60
+    assert [point["step"] for point in result["curve"]] == list(range(5, updates + 1, 5))
     assert MISMATCH not in {check.status for check in verify(path)}
     model = AutoModelForImageClassification.from_pretrained(path)
     processor = AutoImageProcessor.from_pretrained(path)
