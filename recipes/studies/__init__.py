@@ -1,0 +1,1 @@
+"""Studies that are not the paper's: their settings, results, and data made for them."""
