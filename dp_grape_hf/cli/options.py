@@ -82,8 +82,8 @@ The noise for a budget, with 1024 examples, batches of 64 and 1000 steps:
   sample rate 0.0625, steps 1000, delta 1e-05, adjacency add_or_remove_one
 
   epsilon asked  noise multiplier  epsilon achieved  noise std on mean / C  accountant
-              2            4.0518            1.9995                0.06331         pld
-              6            1.6954            5.9980                0.02649         pld
+              2            4.0517            1.9996                0.06331         pld
+              6            1.6953            5.9985                0.02649         pld
 
 The epsilon of a given noise, over 3 epochs of the same data:
 
@@ -101,8 +101,8 @@ Correlated noise:
   sample rate 0.0625, steps 200, delta 1e-05, adjacency add_or_remove_one
 
   epsilon asked  noise multiplier  epsilon achieved  accountant  bands  releases  at rate   left
-              2            3.2897            1.9995         pld      3        67   0.1875  0.959
-              6            2.4719            5.9982         pld     12        17     0.75  0.743
+              2            3.2896            1.9996         pld      3        67   0.1875  0.959
+              6            2.4716            5.9991         pld     12        17     0.75  0.743
 
   Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples from
   one group, each member with probability b q. Epsilon is that of ceil(steps / b) Poisson-subsampled

@@ -592,7 +592,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
     table = trainer.suggestion()
     assert "64 examples, epsilon 8 at delta 0.001" in table
     assert of_the_run(table)["schedule"] == "constant_with_warmup"
-    assert "bert.encoder.layer.2, which it reads, is made an average" in table
+    assert "bert.encoder.layer.2, its input, becomes an average" in table
     trainer.train()
     shown = capsys.readouterr()
     assert table in shown.out + shown.err

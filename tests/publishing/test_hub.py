@@ -529,7 +529,7 @@ def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
         trainer.train()
     assert trainer.state.global_step == 4
     assert f"{tmp_path / 'checkpoint-2'} was not published" in caplog.text
-    assert "checkpoint is whole and training goes on" in caplog.text
+    assert "checkpoint is saved and training goes on" in caplog.text
     assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
     with pytest.raises(OSError, match="No space left"):
         trainer.push_to_hub()
