@@ -302,7 +302,7 @@ def test_a_change_that_nobody_kept_is_refused(tmp_path: Path) -> None:
     model = model_of(BERT)
     trained(tmp_path / "one", model=model, save_as="model")
     other = trainer_of(tmp_path / "two", model=model, earlier_data="same")
-    with pytest.raises(PrivacyError, match="Save it and load it from there"):
+    with pytest.raises(PrivacyError, match="Save the model and load it again as the base"):
         other.train()
 
 
