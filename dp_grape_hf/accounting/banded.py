@@ -193,24 +193,23 @@ def find_bands(
         [what_arrives(short, inertia, period), _on_the_way(short, inertia, period)]
     )
     try:
-        tried: dict[int, tuple[float, tuple[float, ...]]] = {}
+        tried: dict[int, tuple[float, float, tuple[float, ...]]] = {}
         last = rough_alone = sigma(1, ROUGH, alone)
-        tried[1] = (last * noise_left((1.0,), held), (1.0,))
+        tried[1] = last * noise_left((1.0,), held), last, (1.0,)
         for bands in _numbers_of_bands(steps, sample_rate, most or _MOST):
             coefficients = best_coefficients(bands, held)
             last = sigma(bands, ROUGH, last)
-            tried[bands] = last * noise_left(coefficients, held), coefficients
+            tried[bands] = last * noise_left(coefficients, held), last, coefficients
             least = min(tried, key=lambda b: tried[b][0])
             if list(tried).index(least) < len(tried) - _PATIENCE:
                 break
     except PrivacyError:  # RDP, which only ranks the candidates, finds no noise for the budget
         return independent
-    least_error = min(error for error, _ in tried.values())
-    bands = min(b for b, (error, _) in tried.items() if error <= (1 + _NEAR) * least_error)
+    least_error = min(error for error, *_ in tried.values())
+    bands = min(b for b, (error, *_) in tried.items() if error <= (1 + _NEAR) * least_error)
     if bands == 1:
         return independent
-    error, coefficients = tried[bands]
-    rough = error / noise_left(coefficients, held)
+    _, rough, coefficients = tried[bands]
     noise_multiplier = sigma(bands, accountant, rough * alone / rough_alone)
     gains = noise_multiplier * noise_left(coefficients, held) < alone * noise_left((1.0,), held)
     ratio = noise_multiplier * noise_left(coefficients, end) / (alone * noise_left((1.0,), end))

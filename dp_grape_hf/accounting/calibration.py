@@ -154,7 +154,7 @@ def find_noise_multiplier(
         return curve(sigma, ROUGH).epsilon(steps)
 
     if guess is None:  # RDP takes milliseconds
-        guess = (_smallest(rough, target_epsilon, 1.0) or 1.0) * OF_RDP
+        guess = (_smallest(rough, target_epsilon, 1.0) or 1.0) * _OF_RDP
     ends = rough(guess), rough(guess * _NEARBY)
     straight = 0 < min(ends) and max(ends) < math.inf
     slope = math.log(ends[1] / ends[0]) / math.log(_NEARBY) if straight else -1.0
@@ -256,7 +256,7 @@ def expected_steps_per_epoch(sample_rate: float) -> int:
 # ---- Calibration ----
 
 
-OF_RDP = 0.93  # factor of RDP's noise multiplier that the exact one usually has, within 1 %
+_OF_RDP = 0.93  # factor of RDP's noise multiplier that the exact one usually has, within 1 %
 _NEARBY = 1.1  # factor of a noise multiplier, over which the slope of ε is computed
 
 
