@@ -255,9 +255,9 @@ OPTIONS: dict[str, Option] = {
         "The schedule of the learning rate: any of transformers that does not follow a metric.",
         otherwise="constant for pretrained weights if learning_rate is chosen, else linear",
     ),
-    "update_rule": one_of("adam", "momentum", "sgd").option(
-        "How private updates move weights: `adam`, `momentum` or `sgd` "
-        "([optimizers](../optimizers/README.md)).",
+    "update_rule": one_of("adagrad", "adam", "momentum", "rmsprop", "sgd").option(
+        "How private updates move weights: `adam`, `momentum`, `sgd`, `rmsprop` or `adagrad` "
+        "([optimizers](../optimizers/README.md)). transformers' `optim` can name the last three.",
         otherwise="chosen for principal directions if learning_rate is, else that of the method",
     ),
     "learning_rate_factors": FACTORS.option(

@@ -22,6 +22,7 @@ from dp_grape_hf.arguments.refusals import (
     refuse_contradictions,
     refuse_host_options,
     refuse_machine,
+    rule_of_optim,
 )
 from dp_grape_hf.choosing import rule_and_rank, schedule
 from dp_grape_hf.errors import PrivacyError
@@ -133,6 +134,7 @@ class DPGrapeArguments(_Host):
         """Fill in defaults, and refuse options that would void the guarantee."""
         for name in _OWN:
             setattr(self, name, read(name, getattr(self, name)))
+        self.update_rule = rule_of_optim(self.optim, self.update_rule)
         self._fill_in()
         refuse_contradictions(self)
         refuse_host_options(self)

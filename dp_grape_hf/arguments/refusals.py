@@ -215,8 +215,8 @@ REFUSED_IF_SET = {
     "of the batch. Leave it out",
     "debug": "it prints extreme activations of the training data. Debug on public data with the "
     "plain Trainer",
-    "optim_args": "the optimizer is Adam in the projected space. Set learning_rate, adam_beta1, "
-    "adam_beta2, adam_epsilon and weight_decay",
+    "optim_args": "optimizers take their settings from learning_rate, adam_beta1, adam_beta2, "
+    "adam_epsilon and weight_decay. Set these",
 }
 """Name of an option of ``TrainingArguments`` -> why it is refused, and what to do instead."""
 
@@ -270,12 +270,6 @@ def refuse_host_options(args: Any) -> None:
             "guarantee needs Poisson sampling, which includes each example independently. Leave it "
             "at 'random'. Each sampled batch is split by lengths anyway."
         )
-    optim = OptimizerNames(args.optim).value
-    if optim not in ("adamw_torch", "adamw_torch_fused"):
-        raise PrivacyError(
-            f"{optim=} is not supported: the optimizer is Adam in the projected space. Leave optim "
-            "at its default."
-        )
     counts = args.include_num_input_tokens_seen
     if counts not in ("no", False) and args.private:
         raise PrivacyError(
@@ -285,6 +279,35 @@ def refuse_host_options(args: Any) -> None:
         )
     if not args.eval_data_is_public:
         _refuse_following_evaluation(args)
+
+
+def rule_of_optim(optim: Any, update_rule: str | None) -> str | None:
+    """Return the update rule that transformers' option ``optim`` names.
+
+    Args:
+        optim: its value. AdamW, the default, leaves the choice to ``update_rule``.
+        update_rule: the value that the user gave; None if there is none.
+
+    Raises:
+        PrivacyError: the optimizer is not supported, or differs from ``update_rule``.
+    """
+    name = OptimizerNames(optim).value
+    if name in ("adamw_torch", "adamw_torch_fused"):
+        return update_rule
+    if name not in _RULES_OF_OPTIM:
+        raise PrivacyError(
+            f"optim={name!r} is not supported: the optimizer receives one vector of projected "
+            "coordinates, which only an elementwise optimizer of torch can update. Use "
+            f"'adamw_torch', or one of: {', '.join(map(repr, _RULES_OF_OPTIM))}."
+        )
+    if update_rule not in (None, name):
+        raise PrivacyError(
+            f"optim={name!r} and {update_rule=} name two optimizers. Pass one of them."
+        )
+    return name
+
+
+_RULES_OF_OPTIM = "sgd", "rmsprop", "adagrad"
 
 
 def refuse_machine(args: Any) -> None:

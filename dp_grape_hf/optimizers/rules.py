@@ -123,5 +123,17 @@ _MOMENTUM = UpdateRule(
     moments={"momentum_buffer": 1},
     settings={"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)},
 )
-UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in (_ADAM, _SGD, _MOMENTUM)}
+_RMSPROP = UpdateRule(
+    "rmsprop",
+    torch.optim.RMSprop,
+    counts_steps=True,
+    fixed={},
+    moments={"square_avg": 2},
+    settings={},
+)
+_ADAGRAD = UpdateRule(
+    "adagrad", torch.optim.Adagrad, counts_steps=True, fixed={}, moments={"sum": 2}, settings={}
+)
+_RULES = _ADAM, _SGD, _MOMENTUM, _RMSPROP, _ADAGRAD
+UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 """Value of the option ``update_rule`` -> rule."""

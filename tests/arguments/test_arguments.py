@@ -368,6 +368,18 @@ def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
         make(per_device_train_batch_size=0, learning_rate=1e-3)
 
 
+# ---- Optimizers of transformers ----
+
+
+@pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
+def test_optim_names_the_update_rule(optim: str) -> None:
+    chosen = make(optim=optim)
+    assert chosen.update_rule == optim
+    assert chosen.with_choices({"update_rule": "momentum"}).update_rule == optim
+    with pytest.raises(PrivacyError, match="two optimizers"):
+        make(optim=optim, update_rule="momentum")
+
+
 # ---- Refused: options of the host ----
 
 REFUSED = [
@@ -379,7 +391,6 @@ REFUSED = [
     ("optim_args", "amsgrad=True"),
     ("train_sampling_strategy", "batch_rebalance"),
     ("train_sampling_strategy", "sequential"),
-    ("optim", "sgd"),
     ("optim", "adafactor"),
     ("optim", "galore_adamw"),
     ("optim", "adamw_torch_8bit"),

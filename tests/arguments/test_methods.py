@@ -345,7 +345,7 @@ def test_an_empty_draw_releases_noise(
             )
             for method in ("dp_zo", "adam")
         ),
-        ({"update_rule": "adagrad"}, "update_rule='adagrad' must be one of"),
+        ({"update_rule": "lion"}, "update_rule='lion' must be one of"),
         ({"n_directions": 2}, "n_directions=2 is about finite differences, and"),
         ({"max_examples_per_unit": 2}, "max_examples_per_unit=2 needs privacy_unit_column"),
         ({"privacy_unit_column": "example"}, "the ledger uses 'example'"),
