@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.projections import MATRIX_LAYERS, on_inputs, output_embeddings
+from dp_grape_hf.projections import MATRIX_LAYERS, accepted, on_inputs, output_embeddings
 
 _OVER_RESIDUAL = 10.0  # times what the first position had before
 
@@ -93,6 +96,40 @@ def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> boo
     width = int(layer.out_features if isinstance(layer, nn.Linear) else read.nf)
     returned = [x for x in tree_leaves(on_inputs(model, batch)) if isinstance(x, Tensor)]
     return width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
+
+
+@torch.no_grad()
+def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
+    """Return the names of linear layers that read the numbers of an example directly.
+
+    With all parameters at zero, only the input of such a layer differs between examples. It may
+    contain other values too, and the numbers may have passed a fixed transformation.
+
+    Args:
+        model: in evaluation mode.
+        batch: synthetic or public inputs, of at least two rows.
+    """
+    weights = dict(model.named_parameters())
+    if not all(weight.is_floating_point() for weight in weights.values()):
+        return []  # packed weights cannot be zero
+    zeros = {n: w.new_zeros(()).expand(w.shape) for n, w in weights.items()}
+    found: set[str] = set()
+
+    def note(name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        tensors = [x.nan_to_num() for x in (*given, *named.values()) if isinstance(x, Tensor)]
+        if any((x != x[:1]).any() for x in tensors if x.dim()):
+            found.add(name)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, MATRIX_LAYERS):
+                seen = partial(note, name)
+                hook = module.register_forward_pre_hook(
+                    lambda module, given, named, seen=seen: seen(given, named), with_kwargs=True
+                )
+                stack.callback(hook.remove)
+        functional_call(model, zeros, (), accepted(model, batch))
+    return sorted(found)
 
 
 def train_matrices_only(model: Any, output: str) -> list[str]:

@@ -112,11 +112,16 @@ def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
         model: on one device.
         batch: its tensors are moved there.
     """
+    return model(**accepted(model, batch))
+
+
+def accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a batch that the forward of a model has a name for, on its device."""
     device = next(model.parameters()).device
     parameters = signature(model.forward).parameters.values()
     taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    return model(**{k: v for k, v in inputs.items() if k in taken or not taken})
+    return {k: v for k, v in inputs.items() if k in taken or not taken}
 
 
 def chooses(model: Any) -> bool:

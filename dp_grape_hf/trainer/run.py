@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, OptimizerAndOptions, Update
+from dp_grape_hf.choosing import is_head, output_layer, reading_numbers
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import (
@@ -61,15 +62,16 @@ from dp_grape_hf.projections import (
     ProjectionSchedule,
     Projector,
     SavedProjection,
+    SyntheticInputs,
     feature_dimensions,
     input_dimensions,
     on_inputs,
     principal_directions,
     projection_targets,
-    synthetic_batches,
 )
 from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
+from dp_grape_hf.trainer.inputs_by_form import InputsByForm
 from dp_grape_hf.trainer.remembered import remembered_matrices
 
 AtCapture = ProjectionSchedule | PrincipalProjection
@@ -141,9 +143,7 @@ class PrivateRun:
             factors_by_name(option, getattr(args, option) or {}, self.trainable)
             for option in ("learning_rate_factors", "gradient_factors")
         )
-        self._public_inputs = public_inputs or partial(
-            synthetic_batches, model, None, args.projection_seed
-        )
+        self._public_inputs = public_inputs or SyntheticInputs(model, None, args.projection_seed)
         self.schedule = _projections(
             args, model, self.trainable, self._public_inputs, clipped_apart
         )
@@ -531,6 +531,10 @@ def _projections(
     if not METHODS[args.method].projected_at_capture:
         return None
     targets = projection_targets(model, trainable, args.optim_target_modules)
+    if args.projection == PRINCIPAL:
+        with _explaining(args):
+            unfit = from_first(lambda: _without_directions(args, model, public_inputs))
+        targets = [name for name in targets if name not in unfit]
     shapes = {name: tuple(trainable[name].shape) for name in targets}
     settings: dict[str, Any] = {
         "rank": args.projection_rank,
@@ -538,8 +542,6 @@ def _projections(
         "device": next(iter(trainable.values())).device,
     }
     if args.projection == PRINCIPAL:
-        with _explaining(args):
-            next(iter(public_inputs()))  # raises an error if the model's inputs are unknown
         square = _square_weights(args, trainable, head)
         shapes |= {name: tuple(trainable[name].shape) for name in square}
         measure = partial(_principal, args, model, public_inputs, square)
@@ -553,6 +555,28 @@ def _projections(
         "input_dims": input_dimensions(model),
     }
     return ProjectionSchedule(shapes, **settings)
+
+
+def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batches) -> list[str]:
+    """Return the weights that are not projected in a model from outside transformers.
+
+    These are the last layer, if the model returns its output, as in transformers' models; and
+    layers that read the numbers of an example. Synthetic numbers are independent, so they have no
+    principal directions, and 16 random directions would lose most of an example.
+
+    Raises:
+        PrivacyError: the inputs of the model are unknown.
+    """
+    batch = next(iter(inputs()))
+    if args.optim_target_modules is not None or isinstance(inputs, SyntheticInputs):
+        return []  # the user or the configuration names them; inputs are tokens, images or sound
+    with evaluating(model):
+        batch = rows_of(batch, slice(2))
+        name, layer = output_layer(model, batch)
+        unfit = [name] if is_head(model, layer, batch) else []
+        if isinstance(inputs, InputsByForm) and not inputs.are_images:
+            unfit += reading_numbers(model, batch)
+    return [f"{name}.weight".lstrip(".") for name in unfit]
 
 
 def _square_weights(

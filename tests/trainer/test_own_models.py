@@ -62,6 +62,19 @@ class Towers(nn.Module):
         return {"similarity": cosine_similarity(self.left(a), self.right(b))}
 
 
+class Deep(nn.Module):
+    """Numbers, or pixels, through a hidden layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden = nn.Linear(48, 8), nn.Linear(8, 8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+        hidden = self.first(2 * x.flatten(1) - 1).relu()
+        return answer(self.last(self.hidden(hidden).relu()), labels)
+
+
 class Picky(Table):
     """Fails on random inputs."""
 
@@ -82,6 +95,14 @@ def table_row(i: int) -> dict[str, Any]:
     return {"x": x, "kind": kind, "labels": int(x[0] > 0)}
 
 
+def numbers_row(i: int) -> dict[str, Any]:
+    return {"x": torch.randn(48, generator=torch.Generator().manual_seed(i)), "labels": i % 2}
+
+
+def pixels_row(i: int) -> dict[str, Any]:
+    return {"x": numbers_row(i)["x"].view(3, 4, 4), "labels": i % 2}
+
+
 def words_row(i: int, length: int = 7) -> dict[str, Any]:
     ids = (torch.arange(length) * (i + 1)) % WORDS
     return {"ids": ids, "mask": torch.ones(length, dtype=torch.long), "labels": i % 2}
@@ -95,7 +116,11 @@ def towers_row(i: int) -> dict[str, Any]:
 def trainer_of(
     folder: Path, model: nn.Module, row: Any, cls: Any = DPGrapeTrainer, **more: Any
 ) -> DPGrapeTrainer:
-    keywords = {n: more.pop(n) for n in ("compute_loss_func", "public_example") if n in more}
+    keywords = {
+        n: more.pop(n)
+        for n in ("compute_loss_func", "public_example", "public_dataset")
+        if n in more
+    }
     options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"} | more
     args = DPGrapeTrainingArguments(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
@@ -209,6 +234,26 @@ def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
     assert next(iter(trainer._public_inputs()()))["x"].dtype == torch.float32
     with pytest.raises(PrivacyError, match="projection='principal'"):
         trainer_of(tmp_path, Table(), table_row, public_example=example, projection="principal")
+
+
+@pytest.mark.parametrize(
+    ("model", "row", "more", "projected"),
+    [
+        (Table, table_row, {}, []),  # the layer reads numbers beside embeddings
+        (Words, words_row, {}, ["body"]),
+        (Towers, towers_row, {"compute_loss_func": of_towers}, []),
+        (Deep, numbers_row, {}, ["hidden"]),
+        (Deep, pixels_row, {}, ["first", "hidden"]),
+        (Deep, numbers_row, {"public_dataset": [numbers_row(-1)] * 8}, ["first", "hidden"]),
+        (Deep, numbers_row, {"optim_target_modules": ["first", "last"]}, ["first", "last"]),
+    ],
+)
+def test_heads_and_layers_that_read_numbers_are_not_projected(
+    model: type[nn.Module], row: Any, more: dict[str, Any], projected: list[str], tmp_path: Path
+) -> None:
+    trainer = trainer_of(tmp_path, model(), row, projection_rank=2, **more)
+    trainer.start()
+    assert [*trainer.private_run.ranks] == [f"{name}.weight" for name in projected]
 
 
 def test_a_module_that_cannot_be_measured_trains_by_norms(
