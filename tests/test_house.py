@@ -58,6 +58,8 @@ TOP_LEVEL = {
     ".pre-commit-config.yaml",
     *("dp_grape_hf", "model_cards", "recipes", "tests"),
 }
+# of the name of a test, without the prefix "test_"
+MOST_WORDS = 10
 # A path of one machine means nothing on the next; "facebook/opt-125m" is not one.
 MACHINE_PATH = re.compile(r"(?<![\w.\-{}])/(?:work|root|opt|home|Users)/")
 
@@ -207,6 +209,20 @@ def test_no_test_module_is_imported() -> None:
         for module, path in modules_of("tests").items()
     }
     assert_none(wrong, "move what is shared to tests/support")
+
+
+def test_no_name_of_a_test_has_more_than_ten_words() -> None:
+    wrong = {
+        module: {
+            node.name
+            for node in nodes(path)
+            if isinstance(node, ast.FunctionDef)
+            and node.name.startswith("test_")
+            and len(node.name.removeprefix("test_").split("_")) > MOST_WORDS
+        }
+        for module, path in modules_of("tests").items()
+    }
+    assert_none(wrong, f"state the property in at most {MOST_WORDS} words")
 
 
 def test_a_library_is_imported_only_where_it_belongs() -> None:

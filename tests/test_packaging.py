@@ -65,7 +65,7 @@ def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_files_of_the_package_and_no_others(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package(wheel: Path) -> None:
     package = ROOT / "dp_grape_hf"
     ours = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     expected = {path.relative_to(ROOT).as_posix() for path in ours}
@@ -123,7 +123,7 @@ def test_the_metadata_say_whose_it_is_and_where(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_description_is_the_first_page_with_links_that_hold_anywhere(wheel: Path) -> None:
+def test_the_description_is_the_readme_with_absolute_links(wheel: Path) -> None:
     description = metadata_of(contents(wheel)).get_payload(decode=True).decode("utf-8")
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     page = re.sub(r"<!--.*?-->\n", "", page)

@@ -94,7 +94,7 @@ def test_coefficients_are_those_of_another_library() -> None:
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(4, 200), (8, 203)])
-def test_epsilon_is_that_of_one_step_in_b_at_b_times_the_rate(bands: int, steps: int) -> None:
+def test_epsilon_equals_a_bth_of_the_steps_at_b_q(bands: int, steps: int) -> None:
     budget = {"noise_multiplier": 2.0, "delta": 1e-5, "accountant": "rdp"}
     banded = compute_epsilon(sample_rate=0.02, steps=steps, bands=bands, **budget)
     releases = math.ceil(steps / bands)

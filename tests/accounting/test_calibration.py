@@ -197,7 +197,7 @@ def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_epsilon_falls_with_noise_and_grows_with_steps_and_sample_rate(accountant: str) -> None:
+def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str) -> None:
     def epsilons(**varied: Sequence[float]) -> list[float]:
         ((name, values),) = varied.items()
         base = VALID | {"accountant": accountant}
@@ -250,7 +250,7 @@ def test_epsilon_is_hardly_above_the_tight_one_and_never_below(
         assert bound <= (1 + excess) * tight
 
 
-def test_a_small_epsilon_is_not_drowned_in_an_error_of_prv() -> None:
+def test_a_small_epsilon_is_larger_than_the_error_of_prv() -> None:
     # PRV said 0.0130 and 0.2236 while it added 0.01 to every answer.
     for mechanism, limit in (((40.0, 0.05, 1, 1e-5), 0.0027), ((10.0, 0.05, 165, 1e-5), 0.2142)):
         for accountant in ("pld", "prv"):
@@ -267,7 +267,7 @@ def test_rare_sampling_gets_a_finer_grid_than_rdp_suggests(
     assert epsilon_of(noise, q, steps, 1e-5, "pld") <= 1.002 * tight
 
 
-def test_an_accountant_is_built_once_and_again_when_a_run_exceeds_it(
+def test_an_accountant_is_rebuilt_only_when_a_run_exceeds_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The second time, it is built for twice the steps. Answers are remembered."""
@@ -286,7 +286,7 @@ def test_an_accountant_is_built_once_and_again_when_a_run_exceeds_it(
     assert (built, asked) == ([10, 20], [1, 5, 10, 12, 20])
 
 
-def test_ledgers_that_name_the_least_bound_are_answered_by_the_default() -> None:
+def test_ledgers_that_name_the_least_bound_use_the_default_accountant() -> None:
     """Versions before took the least bound of the accountants that were installed."""
     curve = EpsilonCurve(Releases(4.0, 1 / 16, 100), 1e-5, "least")
     assert curve.epsilon(100) == epsilon_of(4.0, 1 / 16, 100, 1e-5, "pld")
@@ -306,7 +306,7 @@ def test_epsilon_grows_with_every_step(accountant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delta", [1e-7, 1e-10, 1e-14])
-def test_rounding_does_not_take_a_small_delta_for_more_than_it_is(delta: float) -> None:
+def test_rounding_does_not_increase_a_small_delta(delta: float) -> None:
     """By its convolutions alone, PLD was 5 % below the truth at 50,000 steps."""
     sigma, steps = 300.0, 50_000
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
@@ -361,7 +361,7 @@ def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_a_curve_agrees_with_single_answers_before_and_after_it_is_outgrown(
+def test_a_curve_agrees_with_single_answers_even_beyond_its_end(
     accountant: str,
 ) -> None:
     curve = EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, accountant=accountant)

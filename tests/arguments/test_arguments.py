@@ -46,7 +46,7 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
 # ---- The table ----
 
 
-def test_fields_and_table_agree_and_choices_are_those_that_there_are() -> None:
+def test_fields_and_choices_agree_with_the_table_of_options() -> None:
     types = get_type_hints(DPGrapeArguments)
     own = {name: option for name, option in OPTIONS.items() if not option.of_host}
     assert OWN_FIELDS.keys() == own.keys()
@@ -221,7 +221,7 @@ def test_a_changed_copy_changes_nothing_else() -> None:
     }
 
 
-def test_no_clipping_as_the_trainer_asks_for_it_is_told_what_the_bound_is_for() -> None:
+def test_max_grad_norm_of_zero_is_refused_with_the_alternatives() -> None:
     told = r"^max_grad_norm=0.0 must be greater than 0: .*\. Leave it at 1.0.*max_grad_norm=inf"
     with pytest.raises(PrivacyError, match=told):
         make(max_grad_norm=0)
@@ -239,7 +239,7 @@ def test_an_option_is_fixed_from_its_check_on(copied: Any, name: str) -> None:
     args.output_dir = "elsewhere"  # nothing relies on
 
 
-def test_only_what_was_not_given_is_chosen_and_in_a_copy() -> None:
+def test_only_missing_options_are_chosen_and_in_a_copy() -> None:
     args = make(projection_rank=8)
     chosen = args.with_choices({"projection_rank": 2, "update_rule": "sgd", "target_epsilon": 9.0})
     assert (chosen.projection_rank, chosen.update_rule, chosen.target_epsilon) == (8, "sgd", 6.0)
@@ -270,7 +270,7 @@ def test_the_command_line_takes_long_and_short_names() -> None:
     assert long.to_dict() == short.to_dict() == expected.to_dict()
 
 
-def test_no_noise_is_asked_for_on_the_command_line_by_its_name() -> None:
+def test_the_command_line_accepts_none_as_the_noise_multiplier() -> None:
     args = parse("--noise_multiplier", "0", "--max_grad_norm", "inf")
     assert (args.noise_multiplier, args.max_grad_norm, args.private) == (0.0, math.inf, False)
 
@@ -324,7 +324,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize(("option", "value"), VALUES)
-def test_a_value_out_of_range_is_refused_by_name_and_value(option: str, value: Any) -> None:
+def test_a_value_out_of_range_is_refused_with_its_name(option: str, value: Any) -> None:
     changes = {option: value}
     if option == "noise_multiplier":
         changes["target_epsilon"] = None
@@ -352,7 +352,7 @@ def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(("found", "on_cpu"), [("mps", True), ("xpu", True), ("cuda", False)])
-def test_an_accelerator_whose_random_numbers_were_not_examined_is_left_alone(
+def test_an_accelerator_with_unexamined_random_numbers_is_not_used(
     found: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
@@ -405,9 +405,7 @@ EVALUATING = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
 @pytest.mark.parametrize(("option", "value"), REFUSED)
-def test_an_option_that_voids_the_guarantee_is_refused_by_name_and_value(
-    option: str, value: Any
-) -> None:
+def test_an_option_that_voids_the_guarantee_is_refused_by_name(option: str, value: Any) -> None:
     with pytest.raises(PrivacyError) as error:
         make(**EVALUATING | {option: value})
     assert f"{option}={value!r}" in str(error.value)

@@ -133,7 +133,7 @@ def test_without_noise_and_clipping_it_is_the_plain_trainer(method: str, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_package_alone_has_its_methods_and_says_where_others_are() -> None:
+def test_the_package_has_its_methods_and_names_other_places() -> None:
     """In a process of its own, as an import of the recipes lasts."""
     code = """
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacyError
@@ -285,7 +285,7 @@ def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
-def test_a_run_that_is_resumed_ends_where_it_would_have_ended(method: str, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tmp_path: Path) -> None:
     """Without noise, so that nothing but the method's own state decides."""
     exact = EXACT if METHODS[method].private else PLAIN
     whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
@@ -496,7 +496,7 @@ def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> 
     assert again.ledger.steps == 3
 
 
-def test_what_a_speech_model_draws_for_a_whole_batch_is_told_at_once(tmp_path: Path) -> None:
+def test_batch_wide_draws_of_speech_models_are_refused_together(tmp_path: Path) -> None:
     """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
 
     def make(**drawn: Any) -> Any:

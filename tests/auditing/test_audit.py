@@ -93,7 +93,7 @@ def test_the_bound_is_what_the_best_private_mechanism_reaches(m: int, k: int, v:
             assert best == pytest.approx(bound, abs=1e-7), (epsilon, delta)
 
 
-def test_delta_is_paid_for_all_canaries_and_not_only_those_guessed() -> None:
+def test_delta_counts_for_all_canaries_and_not_only_guessed_ones() -> None:
     plain, few, many = (
         p_value(45, 50, m, 1.0, delta) for m, delta in ((50, 0.0), (50, 1e-4), (5000, 1e-4))
     )
@@ -102,7 +102,7 @@ def test_delta_is_paid_for_all_canaries_and_not_only_those_guessed() -> None:
     assert many - plain == pytest.approx(100 * (few - plain), rel=1e-6)
 
 
-def test_the_bound_refutes_what_is_below_it_and_not_what_is_above() -> None:
+def test_the_bound_refutes_all_smaller_epsilons_and_no_larger_ones() -> None:
     bound = epsilon_lower_bound(180, 200, 1000, 1e-5, 0.95)
     assert p_value(180, 200, 1000, bound, 1e-5) <= 0.05
     assert p_value(180, 200, 1000, bound + 1e-3, 1e-5) > 0.05
@@ -120,7 +120,7 @@ def test_more_correct_guesses_and_less_confidence_show_more() -> None:
 
 
 @pytest.mark.slow
-def test_the_bound_holds_for_a_gaussian_mechanism_as_often_as_it_says() -> None:
+def test_the_bound_holds_for_gaussian_mechanisms_with_the_stated_confidence() -> None:
     """2000 audits of N(bit, sigma^2): the bound may exceed the true epsilon in 5 % of them.
 
     For the smallest true epsilon, 0, so that the bound is not idle: scores say nothing at all.
@@ -185,7 +185,7 @@ FACTORS = {"body": 0.25, "tables.1": 8.0}
     [("dp_grape", None), ("dp_grape", "principal"), ("dp_sgd", None)],
     ids=["dp_grape", "principal", "dp_sgd"],
 )
-def test_each_canary_is_seen_with_length_C_if_it_is_in(
+def test_each_included_canary_is_seen_with_length_C(
     method: str,
     projection: str | None,
     clipping: str,
@@ -272,7 +272,7 @@ def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
     assert not result.passed
 
 
-def test_the_evidence_of_correlated_noise_is_the_likelihood_ratio_of_the_two_worlds() -> None:
+def test_evidence_under_correlated_noise_is_the_likelihood_ratio() -> None:
     """Against the densities of all releases together, for each group and each set of draws."""
     bands, sigma, rate, steps = (0.8, 0.6), 1.3, 0.3, 5
     seen = torch.randn(steps, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

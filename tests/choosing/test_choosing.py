@@ -136,7 +136,7 @@ def test_the_walk_of_sgd_follows_the_schedule() -> None:
     assert walk_of_noise("sgd", {}, 2.0, schedule) == pytest.approx(expected, rel=0.1)
 
 
-def test_the_walk_of_adam_does_not_depend_on_the_size_of_the_noise() -> None:
+def test_the_walk_of_adam_does_not_depend_on_noise_size() -> None:
     small, large = (walk_of_noise("adam", {}, std, [1.0] * 50) for std in (0.01, 10.0))
     assert small == pytest.approx(large, rel=1e-3)
 
@@ -157,7 +157,7 @@ def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path: Path) -> 
 
 
 @torch.no_grad()
-def test_a_new_head_reads_the_average_of_what_the_last_layer_is_given(tmp_path: Path) -> None:
+def test_a_new_head_reads_averages_of_the_last_layers_inputs(tmp_path: Path) -> None:
     model, batch = pretrained(tmp_path), text()
     assert average_at_first(model, model.classifier, batch) == "bert.encoder.layer.2"
     out = model.bert(**batch, output_hidden_states=True)
@@ -230,7 +230,7 @@ def test_a_new_head_is_clipped_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("save_as", ["model", "adapter"])
-def test_what_a_head_reads_is_evened_out_unless_an_adapter_is_saved(
+def test_head_inputs_are_partially_whitened_unless_an_adapter_is_saved(
     save_as: str, tmp_path: Path
 ) -> None:
     set_seed(0)
@@ -266,7 +266,7 @@ def test_what_a_head_reads_is_evened_out_unless_an_adapter_is_saved(
     assert trainer.rates.head.effect == pytest.approx(in_logits, rel=0.05)
 
 
-def test_weights_are_known_by_their_norms_and_not_by_a_name(tmp_path: Path) -> None:
+def test_pretrained_weights_are_recognised_by_norms_and_not_by_name(tmp_path: Path) -> None:
     saved = pretrained(tmp_path)
     assert is_pretrained(saved)
     fresh = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -276,7 +276,7 @@ def test_weights_are_known_by_their_norms_and_not_by_a_name(tmp_path: Path) -> N
     assert is_pretrained(fresh)
 
 
-def test_a_model_without_pretrained_weights_has_one_rate_and_is_trained_whole(
+def test_an_untrained_model_has_one_learning_rate_for_all_weights(
     tmp_path: Path,
 ) -> None:
     set_seed(0)
@@ -294,7 +294,7 @@ def test_a_model_without_pretrained_weights_has_one_rate_and_is_trained_whole(
 
 
 @pytest.mark.parametrize(("eps", "bound"), [(0.5, "noise"), (1000.0, "step")])
-def test_the_rate_of_a_fresh_model_is_what_noise_or_steps_allow(
+def test_an_untrained_models_rate_is_limited_by_noise_or_steps(
     eps: float, bound: str, tmp_path: Path
 ) -> None:
     set_seed(0)
@@ -380,7 +380,7 @@ def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
     assert rates[0] == pytest.approx(rates[1], rel=0.1)
 
 
-def test_a_step_of_signal_alone_changes_features_by_no_more_than_is_said(tmp_path: Path) -> None:
+def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path) -> None:
     """The rule is run on a gradient of plain autograd, until its steps are equally long."""
     trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=1e6, max_steps=200)
     trainer.suggestion()
@@ -566,7 +566,7 @@ def test_of_what_is_chosen_nothing_is_said(
     assert not [r for r in caplog.records if r.name.startswith("dp_grape_hf")]
 
 
-def test_signal_that_stays_moves_a_number_by_all_of_the_schedule() -> None:
+def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
     sizes = torch.tensor([0.0, 2.0, 7.0])
     assert push_of_signal("sgd", {}, sizes, [1.0, 0.5]).tolist() == pytest.approx([0, 3, 10.5])
     assert push_of_signal("adam", {}, sizes, [1.0] * 5).tolist() == pytest.approx([0, 5, 5])
@@ -575,9 +575,7 @@ def test_signal_that_stays_moves_a_number_by_all_of_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("samples", "steps", "batch"), [(3000, 5, 300), (2635, 200, 40), (40, 3, 9)]
 )
-def test_few_steps_take_no_more_than_a_tenth_of_the_data_each(
-    samples: int, steps: int, batch: int
-) -> None:
+def test_a_step_samples_at_most_a_tenth_of_the_data(samples: int, steps: int, batch: int) -> None:
     assert batch_and_steps(samples, 3, steps=steps) == (batch, steps)
 
 
@@ -599,7 +597,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
 
 
 @pytest.mark.slow
-def test_ledger_and_card_say_which_rates_were_chosen_and_for_which_schedule(
+def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(
     tmp_path: Path,
 ) -> None:
     trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))

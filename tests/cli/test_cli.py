@@ -51,7 +51,7 @@ def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
     return err
 
 
-def test_a_table_has_aligned_columns_and_goes_on_below_what_does_not_fit() -> None:
+def test_a_table_has_aligned_columns_and_wraps_wide_rows() -> None:
     words = "as many words as it takes to fill more than one line of the column"
     lines = table(
         [("", "b", "c"), ("one", "22", words), ("four", "3", "")], "<><", (2,)
@@ -158,7 +158,7 @@ def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("epochs", "q", "steps"), [("3", "0.1", 30), ("3", "0.3", 12), ("0.5", "0.01", 50)]
 )
-def test_an_epoch_is_as_many_steps_as_visit_each_example_once_on_average(
+def test_an_epoch_visits_each_example_once_on_average(
     epochs: str, q: str, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan = f"--sample_rate {q} --num_train_epochs {epochs} --delta 1e-5"
@@ -190,7 +190,7 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"dp-grape {version('dp_grape_hf')}\n"
 
 
-def test_the_noise_on_the_mean_needs_only_the_size_of_the_data(
+def test_the_noise_on_the_mean_needs_only_the_dataset_size(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan = "--num_samples 1000 --sample_rate 0.1 --max_steps 50 --delta 1e-5"

@@ -90,7 +90,7 @@ def test_every_name_that_is_typed_is_there_and_listed() -> None:
         assert getattr(dp_grape_hf, name) is getattr(sys.modules[lazy[name]], name)
 
 
-def test_a_star_import_brings_what_is_public_and_no_other_name_is_there() -> None:
+def test_a_star_import_brings_exactly_the_public_names() -> None:
     names: dict[str, object] = {}
     exec("from dp_grape_hf import *", names)
     assert names.keys() - {"__builtins__"} == set(dp_grape_hf.__all__)

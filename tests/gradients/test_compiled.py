@@ -75,7 +75,7 @@ def test_compiled_gradients_equal_those_of_single_samples(
 
 
 @pytest.mark.parametrize("name", ["roberta-classifier", pytest.param("opt", marks=SLOW)])
-def test_a_process_group_that_was_there_does_not_make_gradients_zero(name: str) -> None:
+def test_gradients_are_exact_after_a_process_group_was_destroyed(name: str) -> None:
     """The tracer then does not see what takes the place of ``functional.embedding``."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     dist.destroy_process_group()
@@ -132,7 +132,7 @@ def test_bfloat16_under_autocast_is_as_exact_as_without() -> None:
 
 
 @SLOW
-def test_updates_kept_beside_weights_of_16_bits_are_compiled_with_them() -> None:
+def test_separately_stored_updates_of_16_bit_weights_are_compiled() -> None:
     """With P redrawn and updates that change, without being compiled again."""
     case = only("gpt2")
     model = case.model().bfloat16()

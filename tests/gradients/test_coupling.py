@@ -107,7 +107,7 @@ class RemembersComplexNumbers(Small):
 
 
 @pytest.mark.parametrize("model", [RemembersInExtraState, RemembersComplexNumbers])
-def test_whatever_is_saved_with_the_weights_may_not_follow_the_data(model: type[Small]) -> None:
+def test_state_saved_with_the_weights_may_not_depend_on_data(model: type[Small]) -> None:
     engine = make_private(make_engine("layerwise", model().train(), squares))
     with pytest.raises(UnsupportedModelError, match="Private examples changed"):
         released(engine, [{"x": torch.randn(4, 4)}])
@@ -152,9 +152,7 @@ class ScalesLargeBatches(TinyForSequenceClassification):
 
 
 @pytest.mark.parametrize("in_training", [True, False])
-def test_an_output_that_depends_on_the_number_of_rows_is_refused(
-    in_training: bool, tmp_path: Path
-) -> None:
+def test_an_output_that_depends_on_batch_size_is_refused(in_training: bool, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=ScalesLargeBatches(in_training), compute_loss_func=plain)
     with pytest.raises(PrivacyError, match="changes with the number or the contents"):
         trainer.train()

@@ -97,7 +97,7 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     assert kept.flatten(1).unique(dim=0).shape[0] > 1
 
 
-def test_layers_that_are_always_dropped_take_no_part_in_the_loss() -> None:
+def test_layers_that_are_always_dropped_have_zero_gradients() -> None:
     model, inputs = only("opt").model(layerdrop=1.0), only("opt").batch(3)
     projectors = projectors_for(model, 8)
     with pytest.raises(UnsupportedModelError, match=r"no part in the loss: .*layers\.0\."):
@@ -249,7 +249,7 @@ class Owner(nn.Module):
 
 
 @pytest.mark.parametrize("rest", [count_in_place, count_anew])
-def test_what_a_module_keeps_of_one_sample_does_not_reach_the_next(
+def test_a_module_whose_buffer_keeps_a_sample_is_refused(
     rest: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
     owner = Owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
@@ -260,7 +260,7 @@ def test_what_a_module_keeps_of_one_sample_does_not_reach_the_next(
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_one_sample_that_fails_alone_is_a_refusal_with_the_error() -> None:
+def test_a_sample_that_fails_alone_is_refused_with_the_error() -> None:
     def fail(_: nn.Module, hidden: Tensor) -> Tensor:
         if len(hidden) == 1:
             raise ValueError("one is too few")
@@ -271,7 +271,7 @@ def test_one_sample_that_fails_alone_is_a_refusal_with_the_error() -> None:
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_a_module_told_the_batch_size_beside_a_tensor_is_refused_by_the_layerwise_engine() -> None:
+def test_the_layerwise_engine_refuses_a_module_given_the_batch_size() -> None:
     class Start(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -99,7 +99,7 @@ def test_the_result_holds_no_graph(engine: str) -> None:
         (nn.Embedding(5, 4, scale_grad_by_freq=True), r"1\.1: Embedding.*scale_grad_by_freq"),
     ],
 )
-def test_a_layer_that_depends_on_the_whole_batch_is_refused_by_its_path(
+def test_a_layer_that_mixes_samples_is_refused_with_its_path(
     layer: nn.Module, message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
@@ -112,7 +112,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
 
 
 @each_engine
-def test_a_loss_that_is_not_one_number_per_sample_is_refused(engine: str) -> None:
+def test_a_loss_must_have_one_number_per_sample(engine: str) -> None:
     losses: list[Any] = [lambda outputs, _: outputs.mean(), lambda outputs, _: 0.5]
     for loss in losses:
         with pytest.raises(PrivacyError, match=r"The loss is a .*one loss per sample"):
@@ -145,7 +145,7 @@ def test_flex_attention_is_refused_before_the_model_runs(tmp_path: Path) -> None
     make_engine("layerwise", model)
 
 
-def test_patches_of_all_images_in_one_row_are_refused_with_what_to_do() -> None:
+def test_concatenated_patches_of_images_are_refused_with_the_remedy() -> None:
     batch = {"input_ids": torch.zeros(2, 5), "pixel_values": torch.zeros(32, 6)}
     with pytest.raises(PrivacyError) as plain:
         batch_size_of(batch)

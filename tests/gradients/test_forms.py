@@ -33,7 +33,7 @@ each_combination = pytest.mark.parametrize("names", COMBINATIONS, ids=" + ".join
 
 @each_combination
 @each_dtype
-def test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32(
+def test_norm_and_sum_equal_the_dense_gradients_in_float32(
     names: tuple[str, ...], dtype: torch.dtype
 ) -> None:
     parts = tuple(FORMS[name](dtype=dtype) for name in names)
@@ -78,7 +78,7 @@ def test_add_merges_uses_of_one_form_and_changes_no_value(names: tuple[str, ...]
 
 
 @each_form
-def test_gradients_that_cancel_have_a_norm_of_about_zero_and_never_less(form: str) -> None:
+def test_gradients_that_cancel_have_a_norm_near_zero_never_negative(form: str) -> None:
     gradient = FORMS[form](dtype=torch.float32)
     minus = {
         "dense": lambda g: Dense(-g.values),
@@ -92,7 +92,7 @@ def test_gradients_that_cancel_have_a_norm_of_about_zero_and_never_less(form: st
         assert (norm <= 1e-4 * scale).all()
 
 
-def test_a_gradient_need_not_be_a_matrix_in_its_dense_form() -> None:
+def test_a_dense_gradient_may_have_any_number_of_dimensions() -> None:
     values = torch.randn(B, 2, 3, 4, 5)
     gradient = Dense(values)
     torch.testing.assert_close(gradient.squared_norm(), values.square().sum((1, 2, 3, 4)))
@@ -100,7 +100,7 @@ def test_a_gradient_need_not_be_a_matrix_in_its_dense_form() -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3, 4, 5, 50])
-def test_the_cheapest_form_is_the_same_gradient_with_no_more_numbers(positions: int) -> None:
+def test_the_cheapest_form_has_the_same_gradient_and_fewest_numbers(positions: int) -> None:
     gradient = factored(positions)
     cheapest = gradient.cheapest()
     check(cheapest, materialised(gradient))
@@ -108,7 +108,7 @@ def test_the_cheapest_form_is_the_same_gradient_with_no_more_numbers(positions: 
     assert numbers[type(cheapest)] == min(numbers.values())
 
 
-def test_large_values_in_half_precision_do_not_overflow_in_norms_and_sums() -> None:
+def test_large_half_precision_values_do_not_overflow_norms_or_sums() -> None:
     big = torch.full((B, 3, ROWS), 300.0, dtype=torch.float16)
     cols = torch.full((B, 3, COLS), 300.0, dtype=torch.float16)
     for gradient in (

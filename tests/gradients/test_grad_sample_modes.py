@@ -74,7 +74,7 @@ def test_every_mode_releases_what_the_definition_says(name: str, rank: int | Non
 
 @pytest.mark.slow
 @each_mode
-def test_masks_of_dropout_are_the_same_in_both_passes_and_when_activations_are_recomputed(
+def test_dropout_masks_are_equal_in_both_passes_and_when_recomputed(
     mode: str,
 ) -> None:
     """The oracle is the plain mode, whose release is that of one pass, with the same seed."""
@@ -132,7 +132,7 @@ def test_layers_that_a_later_pass_leaves_out_get_zero(mode: str) -> None:
     assert found["layer.weight"].shape == (4, 2)
 
 
-def test_a_layer_that_runs_more_often_than_at_first_is_refused_with_ghost_norms() -> None:
+def test_ghost_norms_refuse_layers_that_run_more_often_than_before() -> None:
     model = Twice()
     per_sample = make_engine("layerwise", model, total, "ghost")
     batch = {"x": torch.randn(B, 4)}
@@ -194,7 +194,7 @@ def test_modules_that_share_a_parameter_make_one_group() -> None:
     ]
 
 
-def test_ghost_norms_take_one_forward_pass_and_keep_no_gradient_of_a_sample(
+def test_ghost_norms_need_one_forward_pass_and_keep_no_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of every gradient of a layer, nothing is alive when the next group is handed out."""
@@ -264,9 +264,7 @@ class _InPlace(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(("growth", "refused"), [(5e-6, False), (5e-3, True), (4.0, True)])
-def test_a_gradient_that_grows_when_it_is_computed_again_stays_below_the_bound_or_is_refused(
-    growth: float, refused: bool
-) -> None:
+def test_a_recomputed_gradient_stays_within_c_or_is_refused(growth: float, refused: bool) -> None:
     """Rounding of kernels that add in no fixed order; what grows by more is not rounding.
 
     With a weight of 1 the kernel repeats itself, and the first batch shows nothing.
@@ -290,7 +288,7 @@ def test_a_gradient_that_grows_when_it_is_computed_again_stays_below_the_bound_o
 # ---- Refusals ----
 
 
-def test_a_mode_that_an_engine_does_not_have_is_refused_with_those_it_has() -> None:
+def test_an_unknown_mode_is_refused_with_the_engines_modes() -> None:
     model, _, loss = MODELS["stack"]()
     with pytest.raises(PrivacyError, match=r"grad_sample_mode='hooks'.*auto, ghost, book_keeping"):
         make_engine("layerwise", model, loss, "hooks")

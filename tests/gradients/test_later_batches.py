@@ -57,7 +57,7 @@ class Unpads(nn.Module):
         return self.head(hidden.sum(1))
 
 
-def test_as_many_positions_of_each_sample_do_not_vouch_for_those_of_a_later_batch(
+def test_equal_lengths_at_first_do_not_vouch_for_later_batches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """From then on the whole model runs for one sample after another."""
@@ -132,7 +132,7 @@ def test_a_mask_of_each_sample_does_not_reach_the_others() -> None:
     check(attends(every=True), texts(6, 4, 2))
 
 
-def test_texts_of_other_lengths_need_no_new_look_at_the_model() -> None:
+def test_texts_of_other_lengths_do_not_repeat_the_detection() -> None:
     engine = attends(every=True)
     check(engine, texts(6, 4, 2))
     calls: list[int] = []
@@ -208,7 +208,7 @@ class ChangedInPlace(nn.Module):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_an_activation_that_was_changed_in_place_is_not_computed_anew(inplace: bool) -> None:
+def test_an_activation_changed_in_place_is_not_recomputed(inplace: bool) -> None:
     batch = {"x": torch.randn(6, 5), "labels": torch.randint(0, 3, (6,))}
     model = ChangedInPlace(inplace)
     check(LayerwiseEngine(model, cross_entropy, recompute_activations=True), batch)
@@ -240,7 +240,7 @@ class GatedRMSNorm(nn.Module):
         return self.weight * (normalised if gate is None else normalised * gate.sigmoid())
 
 
-def test_a_layer_that_is_given_a_second_tensor_loses_its_rule() -> None:
+def test_a_layer_given_a_second_tensor_loses_its_rule() -> None:
     def compute(m: Any, x: Tensor, mask: Tensor) -> Tensor:
         hidden = m.table(x)
         gates = (hidden.flip(1),) if x.shape[1] > 4 else ()

@@ -256,7 +256,7 @@ def test_an_rms_norm_in_half_precision_keeps_its_closed_form(layer_type: type[nn
 
 
 @pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm])
-def test_the_output_of_an_rms_norm_has_the_type_that_its_code_gives(layer_type: Any) -> None:
+def test_the_output_of_rms_norm_has_its_modules_dtype(layer_type: Any) -> None:
     """Under autocast the input has 16 bits, and the weight 32."""
     dtypes: list[torch.dtype] = []
 
@@ -279,7 +279,7 @@ class Scaled(LlamaRMSNorm):
         return times * super().forward(hidden_states)
 
 
-def test_an_rms_norm_that_is_given_more_than_its_input_runs_by_its_code() -> None:
+def test_rms_norm_with_further_inputs_runs_without_its_rule() -> None:
     model = Function(lambda m, x: m.norm(x, 3.0), norm=Scaled(6))
     inputs = {"x": torch.randn(B, T, 6)}
     gradients = per_sample_gradients(model, inputs, loss=mean_output)[1]
@@ -287,14 +287,14 @@ def test_an_rms_norm_that_is_given_more_than_its_input_runs_by_its_code() -> Non
     assert_gradients_equal(gradients, expected)
 
 
-def test_an_rms_norm_that_needs_a_gate_or_has_no_epsilon_gets_no_closed_form() -> None:
+def test_rms_norm_with_gate_or_without_epsilon_has_no_rule() -> None:
     assert rule_for(GatedRMSNorm(6)) is None
     no_epsilon = LlamaRMSNorm(6)
     del no_epsilon.variance_epsilon
     assert rule_for(no_epsilon) is None
 
 
-def test_a_layer_with_a_parameter_that_its_rule_does_not_know_gets_no_closed_form() -> None:
+def test_a_layer_with_an_additional_parameter_has_no_rule() -> None:
     layer = nn.Linear(6, 4)
     layer.scale = nn.Parameter(torch.randn(4))
     assert rule_for(layer) is None

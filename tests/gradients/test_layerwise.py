@@ -123,11 +123,11 @@ def relative_positions() -> nn.Module:
 
 
 @pytest.mark.parametrize("batch_size", [3, 5], ids=["three", "as many as positions"])
-def test_a_look_up_whose_leading_dimension_is_not_the_batch_is_exact(batch_size: int) -> None:
+def test_a_look_up_without_leading_batch_dimension_is_exact(batch_size: int) -> None:
     check(relative_positions(), tokens(batch_size, 5))
 
 
-def test_a_relative_position_table_is_refused_when_there_is_one_position() -> None:
+def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
     with pytest.raises(UnsupportedModelError, match=r"for scores\.weight.*couples the rows"):
         per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
 
@@ -271,7 +271,7 @@ def test_what_runs_for_one_sample_after_another_is_told_once(
     assert "one sample after another" in record.message
 
 
-def test_samples_that_run_one_after_another_have_dropout_of_their_own() -> None:
+def test_samples_that_run_separately_have_separate_dropout() -> None:
     engine = LayerwiseEngine(looping(random=True), mean_output)
     inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
     assert engine(inputs, {})[0].unique().numel() == 3
@@ -303,7 +303,7 @@ class Placed(nn.Module):
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("leading", [True, False])
-def test_what_a_module_without_rule_computes_once_for_all_samples_is_computed_for_each(
+def test_modules_without_rules_compute_shared_values_for_each_sample(
     leading: bool, batch_size: int
 ) -> None:
     """Where there is no place for the batch, it gives way to the module around it."""
@@ -317,7 +317,7 @@ class Repeating(Placed):
         return self.linear(self.table(x) + self.positions(x.shape[1]).repeat(len(x), 1, 1))
 
 
-def test_a_row_that_the_model_repeats_itself_is_not_repeated_before() -> None:
+def test_a_row_repeated_by_the_model_is_not_repeated_twice() -> None:
     check(Repeating(leading=True), tokens(3))
 
 
@@ -339,7 +339,7 @@ class Routed(nn.Module):
 
 
 @pytest.mark.parametrize("odd", [(3, 2, 0), (3, 1, 2)], ids=["indivisible", "divisible"])
-def test_a_layer_given_a_different_number_of_positions_of_each_sample_leaves_them_to_the_model(
+def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
     odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
@@ -398,9 +398,7 @@ class Unused(nn.Module):
         ("a parameter", "extra.extra"),
     ],
 )
-def test_a_trainable_parameter_that_takes_no_part_in_the_loss_is_refused(
-    what: str, names: str
-) -> None:
+def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what: str, names: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
         per_sample_gradients(Unused(what), tokens(3), loss=mean_output)
     model = Unused(what)
@@ -431,9 +429,7 @@ def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
 
 
 @pytest.mark.parametrize(("place", "value"), [(0, float("nan")), (2, float("inf"))])
-def test_a_broken_sample_is_not_taken_for_coupling_and_spoils_no_other(
-    place: int, value: float
-) -> None:
+def test_a_sample_that_is_not_finite_leaves_other_samples_exact(place: int, value: float) -> None:
     model, inputs = only("vit").model(), only("vit").batch(3)
     others = torch.tensor([i for i in range(3) if i != place])
     expected = single_sample_gradients(model, inputs)[1]
@@ -453,7 +449,7 @@ def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
     )
 
 
-def test_a_layer_that_stops_carrying_the_batch_runs_within_the_model_under_vmap() -> None:
+def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
     def compute(m: Any, x: Tensor) -> Tensor:
         hidden = m.table(x)
         return hidden + m.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
@@ -482,7 +478,7 @@ class Failing(Flattening):
 
 
 @pytest.mark.parametrize("probed", [True, False])
-def test_a_failure_in_the_middle_leaves_the_model_as_it_was(probed: bool) -> None:
+def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed: bool) -> None:
     model = Failing()
     model.up.forward = custom = model.up.forward  # somebody else's wrapper
     model.norm.eval()
@@ -503,7 +499,7 @@ def test_a_failure_in_the_middle_leaves_the_model_as_it_was(probed: bool) -> Non
 # ---- Dropout ----
 
 
-def test_dropout_inside_a_module_without_a_rule_is_drawn_for_each_sample() -> None:
+def test_dropout_in_a_module_without_rule_differs_between_samples() -> None:
     model = only("vit").model(hidden_dropout_prob=0.3)
     inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in only("vit").batch(1).items()}
     _, gradients = per_sample_gradients(model, inputs)

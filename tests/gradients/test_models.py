@@ -95,7 +95,7 @@ def matrix() -> list[Any]:
 
 
 @pytest.mark.parametrize(("entry", "engine", "rank"), matrix())
-def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
+def test_every_model_has_exact_gradients_or_a_reasoned_refusal(
     entry: Row, engine: str, rank: int | None
 ) -> None:
     model, inputs = entry.model(), entry.batch(B)
@@ -112,7 +112,7 @@ def test_every_model_has_exact_gradients_or_is_refused_with_the_reason(
 
 
 @pytest.mark.parametrize("entry", slow_but(FEW, ROWS))
-def test_one_engine_serves_batches_of_any_size_length_padding_and_projection(entry: Row) -> None:
+def test_one_engine_serves_any_batch_size_length_padding_and_projection(entry: Row) -> None:
     if entry.refused("layerwise"):
         return
     model = entry.model()
@@ -131,7 +131,7 @@ def test_one_engine_serves_batches_of_any_size_length_padding_and_projection(ent
         assert relative_error(dense(gradients, samples), expected) < 5 * TOLERANCE
 
 
-def test_many_families_are_tried_that_the_package_was_not_made_for() -> None:
+def test_at_least_sixty_families_without_special_support_are_tried() -> None:
     made_for, tried = ({family.config for family in table} for table in (FAMILIES, WIDE))
     assert len(tried - made_for) >= 60
     names = [str(entry) for entry in rows(FAMILIES + WIDE)]
@@ -150,7 +150,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DROPOUT)
-def test_under_dropout_the_gradients_add_up_to_autograds_under_the_same_masks(name: str) -> None:
+def test_gradients_under_dropout_sum_to_autograds_with_equal_masks(name: str) -> None:
     model, inputs = row(name).model(**DROPOUT[name]), row(name).batch(B)
     engine = make_engine("layerwise", model)
     engine(inputs, {})  # the probe draws random numbers of its own
@@ -168,7 +168,7 @@ def test_under_dropout_the_gradients_add_up_to_autograds_under_the_same_masks(na
     assert not torch.allclose(engine(inputs, {})[0], losses, rtol=1e-4)  # dropout was on
 
 
-def test_keys_and_values_are_kept_as_before_once_a_pass_is_over() -> None:
+def test_the_setting_of_the_kv_cache_returns_after_a_pass() -> None:
     model, inputs = row("Llama, causal LM").model(use_cache=True), row("Llama, causal LM").batch(B)
     kept: list[Any] = []
     model.model.register_forward_hook(lambda *call: kept.append(call[-1].past_key_values))
@@ -292,7 +292,7 @@ def test_the_matrix_counts_nan_as_wrong() -> None:
     assert whole_error({"weight": 1.5 * expected["weight"]}, expected) == pytest.approx(0.5)
 
 
-def test_the_matrix_forgives_rounding_of_a_zero_gradient_but_no_more() -> None:
+def test_the_matrix_forgives_only_rounding_of_a_zero_gradient() -> None:
     expected = {"weight": torch.ones(1, 4), "bias": torch.zeros(1, 1)}
     rounded = {**expected, "bias": torch.full((1, 1), torch.finfo(torch.float32).eps)}
     wrong = {**expected, "bias": torch.full((1, 1), 1e-4)}

@@ -82,9 +82,7 @@ def test_a_statistic_in_a_quantised_layer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @each_kind
-def test_an_adapter_trained_on_a_quantised_base_is_what_comes_back(
-    tmp_path: Path, kind: str
-) -> None:
+def test_an_adapter_on_a_quantised_base_is_saved_exactly(tmp_path: Path, kind: str) -> None:
     rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (32, 9)).tolist()]
     model = adapted(base(tmp_path / "base", kind))
     untrained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}

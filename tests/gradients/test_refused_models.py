@@ -52,7 +52,7 @@ def test_a_contrastive_loss_of_ones_own_is_told_the_same() -> None:
         per_sample_gradients(clip(), pairs, loss=among_the_batch)
 
 
-def test_an_unknown_head_is_told_what_to_do_before_what_is_known() -> None:
+def test_an_unknown_head_is_refused_with_remedy_before_known_heads() -> None:
     class ViTForSomethingNew(ViTForImageClassification):
         """Has a head whose loss nobody knows."""
 

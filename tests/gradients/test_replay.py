@@ -206,7 +206,7 @@ class Empty(Watch):
         sampler.draw = fewer
 
 
-def test_where_the_first_draw_has_too_few_examples_others_are_taken(
+def test_examples_are_added_if_the_first_batch_has_too_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _record_once(monkeypatch)
@@ -247,7 +247,7 @@ def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path: Path) -> No
     ],
     ids=["frozen", "unfrozen"],
 )
-def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_made_anew(
+def test_an_optimizer_older_than_a_freezing_is_created_again(
     frozen: bool, found: str, tmp_path: Path
 ) -> None:
     model = TinyForSequenceClassification()
@@ -265,7 +265,7 @@ def test_an_optimizer_that_was_made_before_a_weight_was_frozen_or_unfrozen_is_ma
     assert moved == dict.fromkeys(before, True) | {"body.weight": not frozen}
 
 
-def test_a_tensor_that_is_no_parameter_of_the_model_is_not_for_its_optimizer() -> None:
+def test_the_optimizer_rejects_tensors_that_are_no_model_parameters() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(PrivacyError, match="A tensor that is not in the model is in the"):

@@ -267,7 +267,7 @@ def test_a_shared_coin_that_falls_rarely_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["score", "classifier", "qa_outputs", *map(str, range(100))])
-def test_a_gradient_of_two_classes_is_not_marked_as_its_negative(name: str) -> None:
+def test_a_two_class_gradient_differs_from_its_negative_in_sketches(name: str) -> None:
     """A head of two classes has the rows g and -g."""
     row = torch.randn(1, 1, 6)
     rows = []
@@ -295,7 +295,7 @@ class Noisy(nn.Module):
 
 
 @both
-def test_a_coin_in_a_module_under_vmap_is_refused_if_it_is_one_for_all(engine: str) -> None:
+def test_a_draw_under_vmap_is_refused_if_samples_share_it(engine: str) -> None:
     gradients(Noisy(lambda: torch.rand(1) < 0.5), engine)  # vmap gives each its own
     with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) once for all"):
         gradients(Noisy(lambda: torch.rand([]) < 0.5), engine)
@@ -311,7 +311,7 @@ def test_the_draw_that_is_at_fault_is_named() -> None:
         gradients(toss)
 
 
-def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() -> None:
+def test_a_model_is_examined_in_training_mode_after_evaluation_mode() -> None:
     engine = make_engine("layerwise", Small(drops_layers).eval(), squares)
     engine({"x": torch.randn(3, 4)}, {})
     engine.model.train()
@@ -320,7 +320,7 @@ def test_a_model_is_examined_in_training_mode_after_it_was_in_evaluation_mode() 
 
 
 @both
-def test_an_example_without_a_gradient_shows_nothing_and_the_next_is_tried(engine: str) -> None:
+def test_after_an_example_without_gradient_the_next_is_tried(engine: str) -> None:
     def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
         assert labels is not None
         return squares(outputs, None) * labels
@@ -367,7 +367,7 @@ def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "a pass fails"])
-def test_weights_of_zero_are_others_meanwhile_and_then_put_back_bit_for_bit(fails: bool) -> None:
+def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: bool) -> None:
     seen: list[bool] = []
 
     def toss(hidden: Tensor) -> Tensor:
@@ -394,7 +394,7 @@ def test_weights_of_zero_are_others_meanwhile_and_then_put_back_bit_for_bit(fail
 # ---- Models that have them ----
 
 
-def test_a_private_run_with_layer_drop_is_refused_before_its_first_release(tmp_path: Path) -> None:
+def test_layer_drop_is_refused_before_the_first_release(tmp_path: Path) -> None:
     """Also where its configuration does not tell."""
     model = only("opt").model(layerdrop=0.2)
     model.config.layerdrop = 0.0
@@ -429,14 +429,14 @@ def test_a_forward_that_draws_beside_torch_is_refused(toss: Toss) -> None:
 
 
 @both
-def test_a_coin_of_the_clock_is_refused_under_a_head_of_zeros(engine: str) -> None:
+def test_a_draw_without_torch_is_refused_under_a_zero_head(engine: str) -> None:
     bits = random.Random(0)  # which no stream gives, like the clock and the operating system
     with pytest.raises(PrivacyError, match="random numbers from numpy or Python"):
         gradients(turns(lambda _: bits.random() < 0.5), engine, zero=True)
 
 
 @pytest.mark.parametrize("alike", [1, 2])
-def test_a_coin_of_the_clock_is_not_called_shared_in_whatever_pass_it_shows(alike: int) -> None:
+def test_a_draw_without_torch_is_never_reported_as_shared(alike: int) -> None:
     passes = [0]
 
     def toss(hidden: Tensor) -> Tensor:
@@ -488,7 +488,7 @@ def draws_from_a_generator(hidden: Tensor) -> Tensor:
 
 
 @both
-def test_a_generator_of_the_models_own_is_refused_whatever_it_does(engine: str) -> None:
+def test_a_model_with_its_own_generator_is_always_refused(engine: str) -> None:
     with pytest.raises(PrivacyError, match="its own generator"):
         gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
 
@@ -568,7 +568,7 @@ def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
     assert found == expected.tolist()
 
 
-def test_a_draw_beside_torch_that_the_probe_did_not_see_is_refused() -> None:
+def test_a_later_draw_without_torch_is_refused() -> None:
     draws = [False]
     model = Small(lambda hidden: hidden * float(np.random.rand()) if draws[0] else hidden)
     engine = make_private(make_engine("layerwise", model.train(), squares))

@@ -70,7 +70,7 @@ def test_what_is_read_from_a_selection_may_reach_anything(read: Callable[[Tensor
         assert selections.reach(VALUES)
 
 
-def test_memory_that_is_used_again_is_not_taken_for_a_selection() -> None:
+def test_reused_memory_is_not_taken_for_a_selection() -> None:
     with Selections() as selections:
         for _ in range(100):
             assert not selections.reach(torch.zeros(4))

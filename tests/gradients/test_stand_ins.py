@@ -278,7 +278,7 @@ def test_a_function_called_outside_vmap_is_differentiated_for_each_sample() -> N
     torch.testing.assert_close(gradients[1], x.sum(0))
 
 
-def test_a_function_called_outside_vmap_may_return_one_value_for_all_samples() -> None:
+def test_outside_vmap_a_function_may_return_one_value_for_all() -> None:
     x = torch.randn(B, 4)
     seen = vmap(lambda x: x + outside_vmap(x, lambda: (torch.tensor(2.0), None)))(x)
     torch.testing.assert_close(seen, x + 2)

@@ -53,7 +53,7 @@ def test_a_checkout_is_run_twice_and_compared(
     assert capsys.readouterr().out.endswith(checks.host_tests(record))
 
 
-def test_a_part_of_a_test_that_failed_is_not_made_up_for_by_the_next(tmp_path: Path) -> None:
+def test_a_passed_teardown_does_not_hide_a_failed_call(tmp_path: Path) -> None:
     parts = [("setup", "passed"), ("call", "failed"), ("teardown", "passed")]
     lines = [{"test": "t", "when": w, "outcome": o, "reason": w} for w, o in parts]
     path = tmp_path / "outcomes.jsonl"
@@ -61,7 +61,7 @@ def test_a_part_of_a_test_that_failed_is_not_made_up_for_by_the_next(tmp_path: P
     assert host_tests.read(path) == {"t": {"outcome": "failed", "reason": "call"}}
 
 
-def test_a_test_that_was_not_run_with_ours_did_not_pass() -> None:
+def test_a_test_missing_from_our_results_did_not_pass() -> None:
     passed = {"outcome": "passed", "reason": ""}
     record = host_tests.compare({"f.py::C::t": passed, "f.py::u": passed}, {"f.py::u": passed})
     assert record["private"] == {"failed": 1, "passed": 1}

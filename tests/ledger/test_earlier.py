@@ -76,7 +76,7 @@ def first(first_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoint-2"])
-def test_the_trainer_asks_what_the_data_of_an_earlier_run_was(
+def test_the_trainer_asks_which_data_an_earlier_run_used(
     place: str, first: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(PrivacyError) as refusal:
@@ -89,7 +89,7 @@ def test_the_trainer_asks_what_the_data_of_an_earlier_run_was(
     assert "earlier_data='other'" in text
 
 
-def test_a_model_without_a_ledger_needs_no_answer_and_takes_none(tmp_path: Path) -> None:
+def test_a_model_without_a_ledger_accepts_no_earlier_data(tmp_path: Path) -> None:
     only(NAME).model().save_pretrained(tmp_path / "public")
     for model in (only(NAME).model(), _load(tmp_path / "public")):
         _trainer(tmp_path / "out", model)
@@ -102,7 +102,7 @@ def test_only_two_answers_are_known(tmp_path: Path) -> None:
         make_args(tmp_path, earlier_data="Same")
 
 
-def test_a_method_without_privacy_is_not_asked_and_leaves_no_guarantee_to_those_after_it(
+def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(
     first: Path, tmp_path: Path
 ) -> None:
     second = _trained(_trainer(tmp_path / "second", _load(first), method="adam"))
@@ -120,9 +120,7 @@ def test_a_method_without_privacy_is_not_asked_and_leaves_no_guarantee_to_those_
     assert fourth.privacy_spent().private
 
 
-def test_a_ledger_may_be_named_where_the_model_does_not_know_its_folder(
-    first: Path, tmp_path: Path
-) -> None:
+def test_an_earlier_ledger_may_be_given_by_its_path(first: Path, tmp_path: Path) -> None:
     for path in (first, first / LEDGER_NAME):
         args = make_args(tmp_path, earlier_ledger=str(path), earlier_data="same")
         earlier = find_earlier(TinyForSequenceClassification(), args)
@@ -137,9 +135,7 @@ def test_a_ledger_may_be_named_where_the_model_does_not_know_its_folder(
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_an_adapter_on_such_a_model_and_a_model_init_that_loads_one_ask_too(
-    first: Path, tmp_path: Path
-) -> None:
+def test_adapters_and_model_init_ask_for_the_earlier_data_too(first: Path, tmp_path: Path) -> None:
     adapter = get_peft_model(_load(first), LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(PrivacyError, match="earlier_data=None"):
         _trainer(tmp_path / "second", adapter, method="dp_lora")
@@ -147,7 +143,7 @@ def test_an_adapter_on_such_a_model_and_a_model_init_that_loads_one_ask_too(
         make_trainer(tmp_path / "second", train_dataset=DATA, model_init=lambda: _load(first))
 
 
-def test_what_was_trained_in_this_process_is_known_without_a_folder(tmp_path: Path) -> None:
+def test_earlier_runs_of_this_process_are_known_without_folder(tmp_path: Path) -> None:
     model = TinyForSequenceClassification()
     make_trainer(tmp_path / "first", model=model)  # has released nothing yet
     trainer = make_trainer(tmp_path / "first", model=model)
@@ -217,7 +213,7 @@ def test_a_look_up_that_fails_is_no_answer(
     assert find_earlier(_OfHub(), make_args(tmp_path, noise_multiplier=0.0)) is None
 
 
-def test_offline_the_cache_may_know_that_a_commit_has_no_ledger(
+def test_offline_the_cache_knows_that_a_commit_lacks_a_ledger(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It knows of the commit that somebody looked at, and of no other."""
@@ -293,7 +289,7 @@ def test_on_the_same_data_the_budget_covers_both_runs(
 
 
 @pytest.mark.slow
-def test_on_other_data_nothing_adds_up_and_the_ledger_says_so(first: Path, tmp_path: Path) -> None:
+def test_runs_on_other_data_are_recorded_and_do_not_compose(first: Path, tmp_path: Path) -> None:
     second = _trainer(tmp_path / "second", _load(first), earlier_data="other")
     assert second.privacy_spent().epsilon == 0
     second.train()
@@ -306,9 +302,7 @@ def test_on_other_data_nothing_adds_up_and_the_ledger_says_so(first: Path, tmp_p
     assert second.privacy_spent().epsilon == ledger.epsilon() == pytest.approx(alone)
 
 
-def test_a_budget_that_is_spent_already_is_refused_with_both_numbers(
-    first: Path, tmp_path: Path
-) -> None:
+def test_a_budget_already_spent_is_refused_with_both_numbers(first: Path, tmp_path: Path) -> None:
     spent = Ledger.load(first / LEDGER_NAME).epsilon()
     with pytest.raises(PrivacyError, match=rf"target_epsilon=0.5 is spent .* {spent:.4g} at"):
         _trainer(
@@ -368,7 +362,7 @@ def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_p
         assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon())
 
 
-def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_with_remedy(tmp_path: Path) -> None:
     """A trainer of that folder may be made, as it may evaluate or resume."""
     first = _trained(make_trainer(tmp_path / "out", **SAVING))
     live = first / LEDGER_NAME
@@ -395,7 +389,7 @@ def test_a_second_run_in_one_folder_is_refused_and_says_how_to_count(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_folder_in_which_nothing_was_spent_may_be_used_again(tmp_path: Path) -> None:
+def test_a_folder_without_releases_may_be_used_again(tmp_path: Path) -> None:
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):
         make_trainer(tmp_path, **settings).train()
@@ -428,7 +422,7 @@ sys.stdin.read()
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="locks are those of POSIX")
-def test_a_run_of_another_process_is_not_joined_while_it_lives(tmp_path: Path) -> None:
+def test_a_run_of_another_living_process_is_not_joined(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
     command = [sys.executable, "-c", _HOLD, str(path), repr(vars(MECHANISM))]
     root = Path(continuing.__file__).parents[1]

@@ -129,7 +129,7 @@ def test_only_whole_positive_numbers_of_releases_are_recorded(steps: Any) -> Non
     assert ledger.steps == 0
 
 
-def test_only_a_ledger_that_was_started_with_a_path_writes_there(
+def test_only_a_ledger_started_with_a_path_writes_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -353,7 +353,7 @@ def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> Non
     assert Ledger.load(live).goes_on_from(Ledger.load(copy))
 
 
-def test_a_run_that_goes_on_in_another_folder_counts_all_releases(
+def test_a_run_resumed_in_another_folder_counts_all_releases(
     run: tuple[Path, Path], tmp_path: Path
 ) -> None:
     live = tmp_path / "elsewhere" / LEDGER_NAME
@@ -372,7 +372,7 @@ def test_the_larger_count_of_two_folders_counts(run: tuple[Path, Path], tmp_path
 
 
 @pytest.mark.parametrize("beside", [None, 50], ids=["nothing", "another run"])
-def test_a_checkpoint_that_was_moved_goes_on_from_its_own_count(
+def test_a_moved_checkpoint_continues_from_its_saved_count(
     beside: int | None, run: tuple[Path, Path], tmp_path: Path
 ) -> None:
     moved = tmp_path / "moved" / "checkpoint-20"
@@ -487,7 +487,7 @@ def test_branches_that_both_released_are_refused(run: tuple[Path, Path], tmp_pat
         Ledger.resume(elsewhere, run[1], MECHANISM, updates=20)
 
 
-def test_releases_of_another_branch_are_not_taken_for_those_of_this_one(
+def test_releases_of_another_branch_are_counted_separately(
     run: tuple[Path, Path],
 ) -> None:
     """The copy holds 2 releases after the 20th, the live file 5, none of which are the same."""
@@ -645,7 +645,7 @@ def test_a_live_file_that_was_deleted_is_written_again(tmp_path: Path) -> None:
     assert Ledger.load(path).steps == 4
 
 
-def test_a_run_goes_on_after_a_write_that_may_have_succeeded(
+def test_a_write_that_raised_after_success_is_still_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / LEDGER_NAME
@@ -668,7 +668,7 @@ def test_a_run_goes_on_after_a_write_that_may_have_succeeded(
 
 
 @pytest.mark.slow
-def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: Path) -> None:
+def test_releases_on_the_same_data_compose_across_mechanisms(tmp_path: Path) -> None:
     first = ledger_of(100, path=tmp_path / "first" / LEDGER_NAME)
     other = replace(MECHANISM, noise_multiplier=3.0, sample_rate=0.01, num_samples=6400)
     path = tmp_path / "second" / LEDGER_NAME
@@ -685,7 +685,7 @@ def test_releases_on_the_same_data_add_up_each_with_its_own_mechanism(tmp_path: 
     assert [run.steps for run in Ledger.load(path).runs] == [100, 50]
 
 
-def test_releases_on_other_data_are_recorded_and_do_not_add_up() -> None:
+def test_releases_on_other_data_are_recorded_and_do_not_compose() -> None:
     first, alone = ledger_of(100), ledger_of(50)
     first.mark_not_private("the first")
     second = ledger_of(50, continues=first, same_data=False)
@@ -835,9 +835,7 @@ def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path:
 
 
 @pytest.mark.parametrize("version", [0, FILE_VERSION + 1])
-def test_a_file_of_another_schema_gets_one_error_whatever_it_holds(
-    version: int, tmp_path: Path
-) -> None:
+def test_any_file_of_another_schema_raises_the_same_error(version: int, tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
     path.write_text(json.dumps({"schema_version": version, "releases": [], "later": {}}))
     with pytest.raises(PrivacyError) as refusal:

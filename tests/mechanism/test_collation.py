@@ -126,7 +126,7 @@ def test_a_row_does_not_notice_who_else_is_drawn(name: str) -> None:
 
 
 @each_collator
-def test_a_row_is_that_of_the_example_alone_but_for_padding(name: str) -> None:
+def test_a_row_equals_the_example_collated_alone_up_to_padding(name: str) -> None:
     collator, make = COLLATORS[name]
     examples = [make(length, i) for i, length in enumerate(LENGTHS)]
     if name in ("stretched", "mixed", "normalised"):
@@ -293,7 +293,7 @@ def test_masks_are_an_examples_own() -> None:
     assert len(set(of_equal_texts)) == 3
 
 
-def test_a_coin_for_a_batch_is_a_coin_for_an_example() -> None:
+def test_a_collators_random_draw_is_made_for_each_example() -> None:
     def crops(examples: list[Example]) -> dict[str, Tensor]:
         start = int(torch.randint(8, ()))
         return {"x": torch.tensor([e["x"] for e in examples])[:, start : start + 4]}
@@ -302,7 +302,7 @@ def test_a_coin_for_a_batch_is_a_coin_for_an_example() -> None:
     assert {int(row[0]) for row in batch["x"]} == set(range(8))  # missed by chance: below 0.002
 
 
-def test_a_data_set_is_asked_for_one_example_at_a_time(tmp_path: Path) -> None:
+def test_a_data_set_is_read_one_example_at_a_time(tmp_path: Path) -> None:
     """A transform of many at once, as data sets have them, would pad them to the longest."""
     from datasets import Dataset
 

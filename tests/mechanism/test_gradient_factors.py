@@ -144,7 +144,7 @@ EXTREME: dict[str, dict[str, float] | None] = {
     ("name", "clipping"),
     [*((name, "flat") for name in EXTREME), ("all", "automatic")],
 )
-def test_one_sample_more_moves_what_meets_the_noise_by_at_most_c(
+def test_one_more_sample_moves_the_sum_before_noise_within_c(
     name: str, clipping: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)

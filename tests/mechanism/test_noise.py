@@ -109,7 +109,7 @@ def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
 
 
 @pytest.mark.slow
-def test_five_standard_deviations_are_exceeded_as_often_as_they_should_be() -> None:
+def test_five_standard_deviations_are_exceeded_with_the_normal_frequency() -> None:
     """2**26 numbers have 19 a side beyond 5: enough to tell that none is missing."""
     sample = np.concatenate([noise_of(2**23, secure=False) for _ in range(8)])
     check_tails(sample, 4.5, 5.0, 5.25, 5.5)
@@ -156,7 +156,7 @@ def check_each_coordinate(releases: Array) -> None:
 
 
 @both
-def test_each_coordinate_is_normal_over_many_releases_and_independent_of_the_others(
+def test_each_coordinate_of_many_releases_is_normal_and_independent(
     secure: bool,
 ) -> None:
     generator, size = noise_generator(secure=secure), 1024
@@ -250,7 +250,7 @@ def _guess(start: float, generator: torch.Generator) -> float:
     return float(np.mean(np.rint(close * 2**24) == close * 2**24))
 
 
-def test_low_bits_tell_what_plain_noise_was_added_to_and_not_with_secure_noise() -> None:
+def test_low_bits_reveal_the_sum_only_without_secure_noise() -> None:
     """The attack of Mironov (2012), for normals in float32: no search, one look at each sum."""
     plain = torch.Generator().manual_seed(0)
     assert _guess(1.0, plain) == 1.0
@@ -260,7 +260,7 @@ def test_low_bits_tell_what_plain_noise_was_added_to_and_not_with_secure_noise()
 
 
 @pytest.mark.parametrize("start", [0.3, -1e-6])
-def test_secure_sums_are_multiples_of_a_public_number_with_the_right_frequencies(
+def test_secure_sums_are_grid_multiples_with_the_right_frequencies(
     start: float,
 ) -> None:
     """Whatever was added to. Chi-squared of the cells; false alarm below 1e-8."""

@@ -9,7 +9,7 @@ from tests.support.mechanism import Given, make_private
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="of newer versions")
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_products_of_tf32_elsewhere_do_not_make_a_sample_count_less(precision: str) -> None:
+def test_tf32_set_by_the_user_does_not_change_clipping(precision: str) -> None:
     """The norm of a gradient that stays two factors is bounded with the rounding of products."""
     rows, cols = torch.randn(2, 1, 50, 8), torch.randn(2, 1, 50, 6)
     gradients = [Factored(row, col) for row, col in zip(rows, cols, strict=True)]

@@ -77,7 +77,7 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
         assert distance(private, expected) < 1e-5 * bound, sizes
 
 
-def test_the_noise_depends_on_its_seed_alone_not_on_what_was_drawn() -> None:
+def test_the_noise_depends_only_on_its_seed() -> None:
     """Any number of samples, any split and the empty draw meet one and the same noise."""
     model, batch = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
     projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
@@ -144,9 +144,7 @@ def test_automatic_clipping_scales_every_sample_to_just_below_c(scale: float) ->
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
 @pytest.mark.parametrize("mode", ["materialise", "ghost"])
-def test_a_module_clipped_apart_and_the_rest_have_half_of_what_c_allows_each(
-    mode: str, clipping: str
-) -> None:
+def test_per_group_clipping_gives_both_groups_half_of_c_squared(mode: str, clipping: str) -> None:
     model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
     gradients = single_sample_gradients(model, inputs, {})[1]
     apart = "classifier.out_proj"
@@ -169,7 +167,7 @@ def test_a_module_clipped_apart_and_the_rest_have_half_of_what_c_allows_each(
     assert distance(private, {name: expected[name] for name in private}) < 1e-4 * bound
 
 
-def test_a_sample_whose_norm_is_not_finite_in_one_part_adds_nothing_to_either() -> None:
+def test_a_non_finite_norm_in_one_group_drops_the_sample() -> None:
     for bad, value in (("head.weight", NAN), ("body", INF), ("body", 1e20)):
         values = {"head.weight": torch.ones(3, 4), "body": torch.ones(3, 2, 5)}
         values[bad][1] = value
@@ -270,7 +268,7 @@ def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> N
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_one_bad_number_in_one_parameter_drops_the_sample_from_all(bad: float) -> None:
+def test_one_non_finite_parameter_gradient_drops_the_sample_from_all(bad: float) -> None:
     gradients = pair("dense", [1.0, 1.0])
     gradients["weight"].values[0, 2, 3] = bad
     mate = {name: gradient.select(torch.tensor([1])) for name, gradient in gradients.items()}
@@ -292,7 +290,7 @@ def scaled_loss(outputs: Any, labels: Tensor) -> Tensor:
     return tokens(outputs["logits"], next_tokens(labels), None) * SCALES[labels[:, 0]]
 
 
-def test_extreme_texts_of_a_tied_model_contribute_at_most_c_or_nothing() -> None:
+def test_extreme_texts_of_tied_models_contribute_at_most_c() -> None:
     model, inputs = only("opt").model(), only("opt").batch(len(SCALES))
     inputs["labels"][:, 0] = torch.arange(len(SCALES))
     projectors = projectors_for(model, 8)
@@ -351,7 +349,7 @@ def test_a_long_gradient_contributes_at_most_c() -> None:
     assert total["a"].double().norm().item() <= 1 + 1e-5
 
 
-def test_a_convolution_on_one_patch_is_released_in_the_shape_of_its_weight() -> None:
+def test_a_convolution_on_one_patch_keeps_its_weights_shape() -> None:
     """With one place the factors are smaller than the gradient, which has four dimensions."""
 
     def loss(outputs: Tensor, _: Any) -> Tensor:
@@ -513,7 +511,7 @@ def test_the_ledger_is_on_disk_before_the_noise_is_drawn(tmp_path: Path) -> None
     assert set(seen) == {1}
 
 
-def test_a_failed_physical_batch_does_not_let_the_next_draw_join() -> None:
+def test_after_a_failed_batch_the_next_logical_batch_cannot_begin() -> None:
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     engine.begin({})
     with pytest.raises(KeyError):

@@ -78,7 +78,7 @@ def test_drawing_in_pieces_never_changes_the_draw(monkeypatch: pytest.MonkeyPatc
     assert list(PoissonBatchSampler(1000, 0.1, 5, coins())) == whole
 
 
-def test_no_pass_repeats_another_whether_it_was_left_early_or_not() -> None:
+def test_no_epoch_repeats_another_even_if_it_ended_early() -> None:
     sampler = PoissonBatchSampler(100, 0.2, 6, coins())
     seen = list(itertools.islice(sampler, 2)) + list(sampler) + list(sampler)
     assert seen == list(PoissonBatchSampler(100, 0.2, 14, coins()))

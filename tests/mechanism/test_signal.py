@@ -49,7 +49,7 @@ def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
     assert signal.take() == {}
 
 
-def test_a_signal_below_the_noise_of_each_window_shows_in_the_run() -> None:
+def test_a_signal_below_each_windows_noise_shows_over_the_run() -> None:
     """A norm of 0.03 under noise of 1: ten releases do not show it, and a hundred do."""
     signal, std = Signal(), 0.01
     shown = []

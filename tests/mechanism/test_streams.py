@@ -58,7 +58,7 @@ def rounded(value: float, dtype: torch.dtype, count: int = 1, seed: int = 0) -> 
         (2**-14 - 2**-26, FP16, 2**-14 - 2**-24, 2**-14),
     ],
 )
-def test_rounding_at_random_gives_both_neighbours_with_the_number_as_mean(
+def test_stochastic_rounding_is_unbiased_and_yields_both_neighbours(
     value: float, dtype: torch.dtype, low: float, high: float
 ) -> None:
     """Seeded. False alarm for fresh coins: 2e-9 for each case, by Hoeffding's inequality."""
@@ -201,7 +201,7 @@ def test_torch_has_no_other_way_to_ask_for_the_state() -> None:
     assert found <= known | set(HANDS_OUT_THE_STATE)
 
 
-def test_what_draws_from_a_secret_generator_does_not_ask_for_its_state() -> None:
+def test_loaders_and_distributions_never_read_a_secret_generators_state() -> None:
     """Data loaders, samplers and torch's own distributions."""
     generator = secret_generator()
     data = list(range(8))
@@ -217,7 +217,7 @@ def test_what_draws_from_a_secret_generator_does_not_ask_for_its_state() -> None
 SHAPES = [(3,), (200_000,), (40, 50), (), (0, 7), (500, 1000), (17,), (70_001,)]
 
 
-def test_noise_of_a_plain_generator_is_drawn_for_one_value_after_the_other(
+def test_plain_generators_draw_noise_sequentially_whatever_the_thread_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the number of threads: a test that passes a generator gets the same release."""
@@ -234,7 +234,7 @@ def test_noise_of_a_plain_generator_is_drawn_for_one_value_after_the_other(
         assert torch.equal(a, b)
 
 
-def test_every_stream_of_a_secret_generator_is_fresh_secret_and_kept() -> None:
+def test_each_stream_of_a_secret_generator_is_fresh_and_kept() -> None:
     """False alarm: three words of 623 follow the seeding rule by chance, below 1e-20."""
     assert _steps_of_the_seeding_rule(_words(torch.Generator().manual_seed(7))) == 623
     generator = secret_generator()
@@ -266,7 +266,7 @@ def test_a_value_without_numbers_gets_no_noise() -> None:
 
 
 @pytest.mark.parametrize("drawn_at_once", [10, 5000, 2**24])
-def test_noise_drawn_for_many_values_at_once_is_split_among_them(drawn_at_once: int) -> None:
+def test_noise_drawn_at_once_is_split_among_all_values(drawn_at_once: int) -> None:
     """Also the way of a GPU, tried on a CPU. Seeded."""
     values = [torch.full(shape, 8.0) for shape in ((3,), (40, 50), (), (0, 7), (17,), (100,))]
     flat = [part for value in values for part in value.view(-1).split(min(drawn_at_once, 1000))]

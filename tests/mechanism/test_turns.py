@@ -91,7 +91,7 @@ def test_an_example_takes_part_at_most_once_in_b_steps(bands: int) -> None:
     assert within.max() == 1
 
 
-def test_each_example_is_drawn_with_probability_b_q_in_its_turn() -> None:
+def test_in_its_turn_each_example_has_probability_b_q() -> None:
     """Within five standard deviations; and a draw has q N examples on average."""
     table = _table(5, 4000)
     assert abs(float(table.sum(1).mean()) - 24) < 5 * math.sqrt(24 / 4000)
@@ -122,7 +122,7 @@ def test_groups_stay_over_rounds_and_differ_between_runs() -> None:
         assert not torch.equal(first.members(number), second.members(number))
 
 
-def test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release() -> None:
+def test_an_interrupted_epoch_continues_with_the_next_releases_turn() -> None:
     """A loader's workers may have drawn ahead: what they drew was nobody's turn."""
     turns = Turns(5)
     draws = PoissonBatchSampler(300, 0.2, 50, coins(), turns=lambda: turns)

@@ -101,9 +101,7 @@ def test_the_checksum_tells_who_owns_what() -> None:
         ([{"user": 1}, {"user": "1"}], r"train_dataset\[1\]\['user'\] is a str, and earlier"),
     ],
 )
-def test_a_column_that_does_not_say_whose_examples_are_is_refused(
-    dataset: Any, reason: str
-) -> None:
+def test_a_column_that_does_not_identify_units_is_refused(dataset: Any, reason: str) -> None:
     with pytest.raises(PrivacyError, match=reason):
         read_units(dataset, "user")
 
@@ -161,7 +159,7 @@ def test_a_cap_leaves_each_unit_its_probability_and_independence() -> None:
     assert lagged.abs().max() < 5.5 * q * (1 - q) / math.sqrt(steps)
 
 
-def test_a_cap_keeps_a_uniform_subset_and_a_new_one_in_each_draw() -> None:
+def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
     """Chi-square of the 100 pairs of consecutive subsets, 2 of 5: false alarm below 1e-5."""
     steps, kinds = 4001, set(itertools.combinations(range(5), 2))
     one = read_units([{"user": 0}] * 5, "user")
@@ -316,7 +314,7 @@ def test_a_part_of_the_units_can_be_selected() -> None:
             torch.testing.assert_close(part.weighted_sum(factors[chosen]), expected)
 
 
-def test_a_unit_with_an_infinite_example_contributes_nothing_and_others_what_they_did() -> None:
+def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, cols = (torch.randn(7, 2, width, generator=generator) for width in (5, 6))
     indices, values = torch.randint(0, 9, (7, 3), generator=generator), torch.randn(7, 3, 4)
@@ -370,7 +368,7 @@ def test_finite_differences_of_a_unit_add_up() -> None:
         ({UNIT_OF_ROW: EACH[:6]}, "did not return one row for each"),
     ],
 )
-def test_a_batch_that_does_not_say_whose_its_rows_are_is_refused(
+def test_a_batch_without_the_unit_of_each_row_is_refused(
     changes: dict[str, Any], reason: str
 ) -> None:
     batch = _points()
@@ -395,7 +393,7 @@ def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_a_user_moves_the_sum_by_no_more_than_one_example_may(clipping: str) -> None:
+def test_a_user_moves_the_sum_within_one_examples_bound(clipping: str) -> None:
     """Adding or removing all of a user's examples, alike and large; three examples reach 3 C."""
     batch = _points()
     batch["x"][:3] = 20 * batch["x"][0]

@@ -64,7 +64,7 @@ def test_every_head_takes_the_batches(config: Any, head: str | None, name: str) 
     assert losses.isfinite().all()
 
 
-def test_a_model_without_a_head_is_a_classifier_if_there_is_one() -> None:
+def test_a_model_without_head_is_built_as_a_classifier() -> None:
     found = ModelOfConfig(roberta(architectures=["RobertaModel"]), None, 8)
     assert found.name == "RobertaForSequenceClassification"
     with pytest.raises(PrivacyError, match=r"names the architecture 'NoModel'.*Give --head"):

@@ -121,9 +121,7 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
         ("vit", Setting(DP_GRAPE, 8)),
     ],
 )
-def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
-    family: str, setting: Setting
-) -> None:
+def test_a_simulated_step_uses_the_memory_of_a_real_one(family: str, setting: Setting) -> None:
     simulated = simulate(family, setting, gpu=False)
     model = prepared(described(family).build(setting.dtype), setting)
     inputs = described(family).batch(8)
@@ -146,7 +144,7 @@ def test_a_simulated_step_takes_the_memory_that_torch_sees_in_a_real_one(
 
 
 @pytest.mark.slow
-def test_a_simulation_leaves_torch_and_its_random_state_as_they_were() -> None:
+def test_a_simulation_does_not_change_torch_or_its_random_state() -> None:
     before = torch.get_rng_state()
     functions = functional.dropout, functional.scaled_dot_product_attention
     simulate("roberta", Setting(batch_size=2))
@@ -158,7 +156,7 @@ def test_a_simulation_leaves_torch_and_its_random_state_as_they_were() -> None:
 # ---- What is counted, and as what ----
 
 
-def test_a_timeline_finds_the_peak_and_what_it_is_made_of() -> None:
+def test_a_timeline_finds_the_peak_and_its_parts() -> None:
     timeline = Timeline()
     weight = torch.zeros(256)  # 1 KiB
     timeline.label(WEIGHTS, weight)
@@ -192,7 +190,7 @@ def test_measuring_principal_directions_takes_less_than_a_training_step() -> Non
     assert peak.kinds[WEIGHTS] < peak.phases["redraw"] < peak.total
 
 
-def test_a_timeline_finds_what_is_kept_and_the_most_of_gradients() -> None:
+def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients() -> None:
     timeline = Timeline()
     with timeline:
         early = torch.zeros(2**20)  # of the setup
@@ -223,7 +221,7 @@ def test_a_timeline_counts_products_after_the_setup() -> None:
 
 
 @pytest.mark.slow
-def test_kept_noise_takes_a_release_for_each_band_but_one_and_for_their_sum() -> None:
+def test_banded_noise_stores_as_many_releases_as_bands() -> None:
     setting = Setting(DP_ADAM, 2)
     numbers = described("opt").parameters
     alone, banded = (
@@ -275,7 +273,7 @@ def test_the_gpus_attention_has_the_shapes_of_torchs(mask: Any, groups: int) -> 
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in attend()]
 
 
-def test_a_gpu_keeps_no_matrix_of_positions_and_one_byte_per_dropped_number() -> None:
+def test_gpus_store_no_attention_matrix_and_byte_masks_for_dropout() -> None:
     on_gpu, on_cpu = (
         simulate("roberta", Setting(ADAMW, 4), gpu=gpu).kinds[ACTIVATIONS] for gpu in (True, False)
     )
@@ -367,7 +365,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [DP_GRAPE, ADAMW])
-def test_a_process_has_its_share_of_what_is_not_in_the_vector(
+def test_a_process_has_its_share_of_sharded_parameters(
     method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dp_grape_hf.gradients.flat.MOST", 100)  # so that tables are not in it

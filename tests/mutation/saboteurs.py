@@ -644,7 +644,7 @@ SABOTEURS = (
     Saboteur(
         "noise is seeded from args.seed",
         _noise_from_seed,
-        ("test_privacy.py::test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise",),
+        ("test_privacy.py::test_the_arguments_seed_changes_neither_sampling_nor_noise",),
     ),
     Saboteur(
         "options can be changed during a run",
@@ -689,15 +689,15 @@ SABOTEURS = (
         _nothing_is_clipped,
         (
             "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat-plain]",
+            "test_audit.py::test_each_included_canary_is_seen_with_length_C[dp_sgd-flat-plain]",
         ),
     ),
     Saboteur(
         "a module that is clipped apart and the rest have all of C each",
         _each_part_has_all_of_c,
         (
-            "test_release.py::test_a_module_clipped_apart_and_the_rest_have_half_of_what_c_allows"
-            "_each[materialise-flat]",
+            "test_release.py::test_per_group_clipping_gives_both_groups_half_of_c_squared"
+            "[materialise-flat]",
         ),
     ),
     Saboteur(
@@ -715,9 +715,9 @@ SABOTEURS = (
         _factors_unmeasured,
         (
             "test_gradient_factors.py::test_the_release_equals_its_definition[projected-flat-stack]",
-            "test_gradient_factors.py::test_one_sample_more_moves_what_meets_the_noise_by_at_most_c[all-flat]",
-            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[dp_sgd-flat-factors]",
-            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[principal-flat-factors]",
+            "test_gradient_factors.py::test_one_more_sample_moves_the_sum_before_noise_within_c[all-flat]",
+            "test_audit.py::test_each_included_canary_is_seen_with_length_C[dp_sgd-flat-factors]",
+            "test_audit.py::test_each_included_canary_is_seen_with_length_C[principal-flat-factors]",
         ),
     ),
     Saboteur(
@@ -725,8 +725,8 @@ SABOTEURS = (
         _factors_after_the_noise_alone,
         (
             "test_gradient_factors.py::test_the_release_equals_its_definition[projected-flat-stack]",
-            "test_gradient_factors.py::test_one_sample_more_moves_what_meets_the_noise_by_at_most_c[small-flat]",
-            "test_audit.py::test_each_canary_is_seen_with_length_C_if_it_is_in[principal-flat-factors]",
+            "test_gradient_factors.py::test_one_more_sample_moves_the_sum_before_noise_within_c[small-flat]",
+            "test_audit.py::test_each_included_canary_is_seen_with_length_C[principal-flat-factors]",
         ),
     ),
     Saboteur(
@@ -751,7 +751,7 @@ SABOTEURS = (
         "a tied norm has no cross terms",
         _tied_norm_without_cross_terms,
         (
-            "test_forms.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32"
+            "test_forms.py::test_norm_and_sum_equal_the_dense_gradients_in_float32"
             "[torch.float32-dense + factored]",
         ),
     ),
@@ -759,13 +759,13 @@ SABOTEURS = (
         "options are measured one by one",
         _options_one_by_one,
         (
-            "test_forms.py::test_norm_and_sum_equal_those_of_the_dense_gradients_in_float32[torch.float32-factored]",
+            "test_forms.py::test_norm_and_sum_equal_the_dense_gradients_in_float32[torch.float32-factored]",
         ),
     ),
     Saboteur(
         "a user's examples are clipped one by one",
         _users_one_by_one,
-        ("test_units.py::test_a_user_moves_the_sum_by_no_more_than_one_example_may[flat]",),
+        ("test_units.py::test_a_user_moves_the_sum_within_one_examples_bound[flat]",),
     ),
     Saboteur("epochs are shuffled", _epochs, ("test_sampling.py::test_batch_sizes_are_binomial",)),
     Saboteur(
@@ -791,13 +791,13 @@ SABOTEURS = (
     Saboteur(
         "turns do not know what was released",
         _turns_from_the_start,
-        ("test_turns.py::test_a_pass_that_was_left_goes_on_with_the_turn_of_the_next_release",),
+        ("test_turns.py::test_an_interrupted_epoch_continues_with_the_next_releases_turn",),
     ),
     Saboteur(
         "bands are accounted at rate q",
         _bands_at_rate_q,
         (
-            "test_bands.py::test_epsilon_is_that_of_one_step_in_b_at_b_times_the_rate[4-200]",
+            "test_bands.py::test_epsilon_equals_a_bth_of_the_steps_at_b_q[4-200]",
             "test_bands.py::test_epsilon_is_not_below_that_of_its_own_composition",
         ),
     ),
@@ -845,7 +845,7 @@ SABOTEURS = (
             _neighbours("16-padding that nothing masks"),
             _neighbours("16-rows stretched to the longest"),
             _neighbours("16-a column that is None"),
-            "test_collation.py::test_a_coin_for_a_batch_is_a_coin_for_an_example",
+            "test_collation.py::test_a_collators_random_draw_is_made_for_each_example",
         ),
     ),
     Saboteur(
@@ -868,7 +868,7 @@ SABOTEURS = (
         _fetched_at_once,
         (
             _neighbours("16-a data set that pads"),
-            "test_collation.py::test_a_data_set_is_asked_for_one_example_at_a_time",
+            "test_collation.py::test_a_data_set_is_read_one_example_at_a_time",
         ),
     ),
     Saboteur(
@@ -942,7 +942,7 @@ SABOTEURS = (
         _frozen_by_the_first_example,
         (
             "test_frozen.py::"
-            "test_what_is_trained_does_not_depend_on_who_has_an_optional_input[None-1]",
+            "test_trained_parameters_do_not_depend_on_optional_inputs_of_examples[None-1]",
         ),
     ),
     Saboteur(
@@ -957,7 +957,7 @@ SABOTEURS = (
     Saboteur(
         "the names of metrics are logged at any time",
         lambda patch: patch.setattr(mixin.DPGrapeMixin, "_prefixes", ("eval",)),
-        ("test_logs.py::test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning",),
+        ("test_logs.py::test_unknown_keys_are_dropped_from_logs_with_one_warning",),
     ),
     Saboteur(
         "losses in 16 bits may differ by anything",
@@ -998,7 +998,7 @@ SABOTEURS = (
         lambda patch: _never(patch, replay._Examination, "_compare_reordered"),
         (
             "test_spot_checks.py::"
-            "test_a_model_that_treats_a_row_by_its_place_is_refused[one of many]",
+            "test_a_model_that_depends_on_row_positions_is_refused[one of many]",
         ),
     ),
     Saboteur(
@@ -1018,7 +1018,7 @@ SABOTEURS = (
         "gradients are marked by signs alone",
         _signs_alone,
         (
-            "test_replayed_draws.py::test_a_gradient_of_two_classes_is_not_marked_as_its_negative[score]",
+            "test_replayed_draws.py::test_a_two_class_gradient_differs_from_its_negative_in_sketches[score]",
         ),
     ),
     Saboteur(
@@ -1046,7 +1046,7 @@ SABOTEURS = (
         "a generator of one's own is not seen",
         lambda patch: patch.setattr(draws, "is_public", lambda _: True),
         (
-            "test_replayed_draws.py::test_a_generator_of_the_models_own_is_refused_whatever_it_does[layerwise]",
+            "test_replayed_draws.py::test_a_model_with_its_own_generator_is_always_refused[layerwise]",
         ),
     ),
     Saboteur(
@@ -1063,8 +1063,8 @@ SABOTEURS = (
         "principal directions are of the training data",
         _measured_on_the_training_data,
         (
-            "test_principal_runs.py::test_p_is_the_same_bit_by_bit_whatever_the_training_data",
-            "test_principal_runs.py::test_p_is_of_the_weights_before_training_and_of_synthetic_inputs",
+            "test_principal_runs.py::test_p_does_not_depend_on_the_training_data",
+            "test_principal_runs.py::test_p_depends_only_on_initial_weights_and_synthetic_inputs",
         ),
     ),
     Saboteur(
@@ -1113,6 +1113,6 @@ SABOTEURS = (
     Saboteur(
         "a folder that changed after the model was saved is sent",
         lambda patch: patch.setattr(hub, "_require_as_saved", lambda folder: None),
-        ("test_hub.py::test_a_folder_that_is_not_what_was_saved_is_not_sent",),
+        ("test_hub.py::test_a_folder_changed_after_saving_is_not_sent",),
     ),
 )

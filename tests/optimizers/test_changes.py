@@ -73,7 +73,7 @@ def test_a_saved_state_goes_on_with_the_same_periods(stop: int) -> None:
         torch.testing.assert_close(left @ right, change, rtol=1e-5, atol=1e-6)
 
 
-def test_a_state_without_changes_or_for_an_optimizer_without_is_loaded() -> None:
+def test_states_load_with_or_without_stored_changes() -> None:
     weights = parameters()
     keeping = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
     plain = ProjectedOptimizer(weights.values(), 0.1)
@@ -86,7 +86,7 @@ def test_a_state_without_changes_or_for_an_optimizer_without_is_loaded() -> None
     assert not any(weight in keeping.changes for weight in weights.values())
 
 
-def test_what_is_kept_apart_counts_once_it_is_merged_and_is_not_rounded() -> None:
+def test_separately_stored_updates_are_merged_without_rounding() -> None:
     """In bfloat16 the weight is rounded; its change is not, in the state neither."""
     torch.manual_seed(0)
     layer = nn.Linear(8, 20, bias=False).bfloat16()

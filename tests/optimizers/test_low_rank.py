@@ -212,7 +212,7 @@ def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(model(inputs["x"]), expected)
 
 
-def test_a_layer_keeps_the_dtype_it_computes_in_and_the_shape_of_its_input() -> None:
+def test_a_branch_keeps_the_layers_dtype_and_input_shape() -> None:
     model = small_model()
     updated(model)
     for shape in [(12,), (1, 12), (5, 12), (2, 3, 12), (0, 12)]:
@@ -225,7 +225,7 @@ def test_a_layer_keeps_the_dtype_it_computes_in_and_the_shape_of_its_input() -> 
     assert model(torch.zeros(5, 12)).dtype is torch.float32
 
 
-def test_a_copy_of_the_model_keeps_the_updates_it_was_copied_with() -> None:
+def test_a_copy_of_the_model_keeps_its_updates() -> None:
     model, x = small_model(), torch.randn(5, 12).bfloat16()
     projectors, optimizer, _ = updated(model, lr=0.1)
     duplicate, before = copy.deepcopy(model), model(x)
@@ -261,7 +261,7 @@ def test_a_merge_rounds_to_a_neighbour_and_is_unbiased() -> None:
         assert (goal[name].bfloat16().float() == before).float().mean() > 0.5
 
 
-def test_a_redraw_merges_under_the_old_projection_and_starts_at_zero() -> None:
+def test_a_redraw_merges_with_the_old_projection_and_restarts() -> None:
     model = small_model()
     old, new = projectors_of(model, 0), projectors_of(model, 1)
     optimizer = adam(model, lr=0.05, weight_decay=0.1)
@@ -368,7 +368,7 @@ class Uses(nn.Module):
         return self.tied(x)
 
 
-def test_only_the_weight_of_one_exact_linear_layer_gets_a_branch() -> None:
+def test_only_the_weight_of_one_nn_linear_has_a_branch() -> None:
     model = Uses().bfloat16()
     model.long.float()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -390,7 +390,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2)
 
 
-def test_a_weight_that_is_used_without_its_module_is_rounded_at_every_step() -> None:
+def test_weights_used_without_their_module_are_rounded_at_every_step() -> None:
     """Where it would be kept apart, nothing would add its updates."""
     model = Uses().bfloat16()
     projectors, optimizer = projectors_of(model), adam(model, lr=0.1)

@@ -73,7 +73,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert not torch.equal(weights["left"], before["left"])
 
 
-def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
+def test_the_grad_attribute_of_a_parameter_is_never_used() -> None:
     weights, expected = parameters(), parameters()
     optimizer, reference = ProjectedAdam(weights.values()), ProjectedAdam(expected.values())
     for weight in weights.values():
@@ -84,7 +84,7 @@ def test_what_lies_in_the_gradient_field_of_a_parameter_is_never_used() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.3)])
-def test_a_weight_that_is_not_contiguous_is_updated_as_if_it_were(
+def test_non_contiguous_and_contiguous_weights_are_updated_alike(
     dtype: torch.dtype, decay: float
 ) -> None:
     """Torch's kernel would pair its numbers with those of the gradient in the order of memory."""
@@ -139,7 +139,7 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
 # ---- State ----
 
 
-def test_moments_of_bfloat16_weights_are_float32_and_stay_so_when_loaded() -> None:
+def test_moments_of_bfloat16_weights_stay_float32_when_loaded() -> None:
     weights = parameters(torch.bfloat16)
     optimizer = ProjectedAdam(weights.values())
     step(optimizer, weights, 0, draw(0))

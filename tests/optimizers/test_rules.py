@@ -192,9 +192,7 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_a_saved_state_continues_as_if_it_had_never_been_saved(
-    rule: str, dtype: torch.dtype
-) -> None:
+def test_a_saved_state_continues_like_an_uninterrupted_one(rule: str, dtype: torch.dtype) -> None:
     """Saved within a period; P is another object then."""
     weights = parameters(dtype)
     settings = SETTINGS[rule] | {"weight_decay": 0.1}

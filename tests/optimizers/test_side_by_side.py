@@ -97,7 +97,7 @@ def test_updates_that_are_kept_apart_get_their_part() -> None:
     assert torch.equal(one["right"], other["right"])
 
 
-def test_small_updates_of_an_unprojected_weight_of_16_bits_add_up() -> None:
+def test_small_updates_of_unprojected_16_bit_weights_add_up() -> None:
     weights, exact = parameters(torch.bfloat16), parameters()
     for name, weight in weights.items():
         exact[name].data.copy_(weight)
@@ -114,7 +114,7 @@ def test_small_updates_of_an_unprojected_weight_of_16_bits_add_up() -> None:
         torch.testing.assert_close(optimizers[0].state[weight]["value"], exact[name].data)
 
 
-def test_a_weight_of_16_bits_that_was_changed_between_runs_is_what_the_next_goes_on_from() -> None:
+def test_changes_of_16_bit_weights_between_runs_are_kept() -> None:
     weights = parameters(torch.bfloat16)
     optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
     flat_step(optimizer, weights, 0, {})
@@ -126,7 +126,7 @@ def test_a_weight_of_16_bits_that_was_changed_between_runs_is_what_the_next_goes
     torch.testing.assert_close(weights["vector"].data, torch.full_like(weights["vector"], 3))
 
 
-def test_a_value_is_not_kept_of_a_weight_that_has_32_bits_now() -> None:
+def test_no_float32_value_is_stored_for_a_32_bit_weight() -> None:
     weights, now = parameters(torch.bfloat16), parameters()
     optimizer = ProjectedOptimizer(weights.values(), 1e-5)
     flat_step(optimizer, weights, 0, {})
@@ -136,7 +136,7 @@ def test_a_value_is_not_kept_of_a_weight_that_has_32_bits_now() -> None:
     assert not any("value" in loaded.state[w] for w in now.values())
 
 
-def test_one_pass_of_the_rule_moves_all_weights_of_16_bits() -> None:
+def test_one_kernel_call_moves_all_16_bit_weights() -> None:
     weights = parameters(torch.bfloat16)
     optimizer, projectors = ProjectedAdam(weights.values()), draw(0)
     for name, projector in projectors.items():
@@ -147,7 +147,7 @@ def test_one_pass_of_the_rule_moves_all_weights_of_16_bits() -> None:
     assert timeline.kernels["setup", "_fused_adamw_"] == 1
 
 
-def test_a_place_of_a_weight_that_the_optimizer_has_not_is_refused() -> None:
+def test_gradients_of_weights_unknown_to_the_optimizer_are_refused() -> None:
     weights = parameters()
     optimizer = ProjectedOptimizer([weights["left"]], 0.1)
     with pytest.raises(PrivacyError, match="4 of 5 private gradients"):

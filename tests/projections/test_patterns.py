@@ -33,7 +33,7 @@ def firsts(names: list[str], *patterns: str) -> dict[str, str | None]:
         (NAMES[2].removesuffix(".weight"), [NAMES[2]]),
     ],
 )
-def test_a_pattern_matches_names_modules_and_whole_parts_of_their_paths(
+def test_a_pattern_matches_names_modules_and_parts_of_paths(
     pattern: str, matched: list[str]
 ) -> None:
     expected = {name: pattern if name in matched else None for name in NAMES}

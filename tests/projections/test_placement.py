@@ -25,7 +25,7 @@ def projected_side(
         ((8, 8), 0, (LEFT, LEFT)),
     ],
 )
-def test_the_side_is_that_of_the_smaller_dimension_or_of_the_input(
+def test_the_side_is_the_smaller_dimension_or_the_input(
     shape: tuple[int, int], input_dim: int, expected: tuple[Side, Side]
 ) -> None:
     found = (projected_side(shape, 3, input_dim, of_input) for of_input in (False, True))

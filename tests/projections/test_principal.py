@@ -258,7 +258,7 @@ def test_images_have_the_spectrum_of_natural_ones() -> None:
     assert 4 < power[2] / power[8] < 64  # 1/f amplitudes along one of two dimensions
 
 
-def test_a_model_of_unknown_inputs_is_refused_with_the_way_out() -> None:
+def test_a_model_of_unknown_inputs_is_refused_with_remedy() -> None:
     with pytest.raises(PrivacyError, match="public_dataset= to the trainer"):
         next(synthetic_batches(nn.Linear(2, 2)))
 
@@ -291,7 +291,7 @@ def test_directions_are_measured_once_unless_steps_are_given() -> None:
 
 
 @pytest.mark.parametrize("update_steps", [None, 10])
-def test_a_resumed_schedule_goes_on_with_the_p_that_was_saved(update_steps: int | None) -> None:
+def test_a_resumed_schedule_continues_with_the_saved_p(update_steps: int | None) -> None:
     log: list[int] = []
     saved = schedule(update_steps, log)
     saved.at(0)

@@ -91,7 +91,7 @@ def test_projections_are_redrawn_exactly_at_multiples_of_the_update_steps(
     assert not any(torch.equal(*(p.matrix for p in pairs[step - 1])) for step in redrawn)
 
 
-def test_a_step_may_be_asked_for_out_of_order_as_after_resuming() -> None:
+def test_steps_may_be_requested_in_any_order() -> None:
     forward, resumed = schedule(), schedule()
     expected = {step: forward.at(step)["tall"].matrix for step in (0, 5, 9)}
     for step in (9, 0, 5, 9):
@@ -232,7 +232,7 @@ def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
     assert not any(weight is table for weight in weights for table in tables)
 
 
-def test_default_targets_leave_out_a_score_head_and_untied_output_embeddings() -> None:
+def test_default_targets_omit_score_heads_and_untied_output_embeddings() -> None:
     llama = only("llama")
     model = build(
         LlamaForSequenceClassification,
@@ -255,7 +255,7 @@ def test_default_targets_of_a_plain_module_are_its_linear_layers() -> None:
     assert default_targets(nn.Linear(3, 3)) == ["weight"]
 
 
-def test_default_targets_leave_out_a_plain_head_with_one_output_per_label() -> None:
+def test_default_targets_omit_a_head_with_one_output_per_label() -> None:
     model = nn.Module()
     model.body, model.head = nn.Sequential(nn.Linear(4, 5)), nn.Linear(5, 3)
     model.config = SimpleNamespace(num_labels=3)

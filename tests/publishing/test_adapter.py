@@ -199,7 +199,7 @@ def test_every_family_is_adapted_as_it_was_trained(name: str, tmp_path: Path) ->
         check_a_row(name, tmp_path)
 
 
-def test_a_module_whose_name_ends_like_one_that_is_saved_is_saved_as_well(tmp_path: Path) -> None:
+def test_modules_with_the_suffix_of_a_saved_one_are_saved(tmp_path: Path) -> None:
     adapter = check_a_row("DistilBERT, sequence classification", tmp_path)
     assert {"pre_classifier", "classifier"} <= {*adapter.whole}
     assert "pre_classifier" not in adapter.low_rank
@@ -242,7 +242,7 @@ def test_names_that_peft_takes_for_others_are_refused() -> None:
         of(model, ["layer.weight"])
 
 
-def test_a_model_that_was_changed_is_not_saved_as_it_was(tmp_path: Path) -> None:
+def test_an_adapter_of_a_changed_model_is_refused(tmp_path: Path) -> None:
     model = nn.ModuleDict({"a": nn.Linear(40, 40), "b": nn.Linear(40, 3)})
     adapter = of(model, ["a.weight"])
     factors = {"a.weight": (torch.zeros(40, 1), torch.zeros(1, 30))}
@@ -258,7 +258,7 @@ def test_a_model_that_was_changed_is_not_saved_as_it_was(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [{}, IN_BFLOAT16], ids=str)
-def test_the_adapter_of_a_resumed_run_is_that_of_an_uninterrupted_one(
+def test_a_resumed_run_has_the_adapter_of_an_uninterrupted_one(
     kind: dict[str, Any], tmp_path: Path
 ) -> None:
     """To the bit: checkpoints hold all weights, and the optimizer the change."""

@@ -133,7 +133,7 @@ def test_public_metrics_are_in_the_index_of_the_hub() -> None:
             assert (result.dataset_name, result.task_type) == ("nyu-mll/glue", data.pipeline_tag)
 
 
-def test_a_card_says_how_to_load_the_model_and_its_hyperparameters() -> None:
+def test_a_card_shows_loading_code_and_hyperparameters() -> None:
     details = CardDetails(
         model_class="OPTForCausalLM", repo_id="user/m", hyperparameters={"Schedule": "a|b"}
     )
@@ -229,7 +229,7 @@ def test_the_accountant_is_named_with_its_version(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("steps", [0, 1, 50, 1000])
-def test_the_epsilon_of_a_card_is_not_below_that_of_the_ledger(steps: int) -> None:
+def test_a_cards_epsilon_is_not_below_the_ledgers(steps: int) -> None:
     one = ledger(steps)
     card = render(one)
     claimed = re.search(r"\*\*ε = ([\d.e+-]+)\*\*", card)
@@ -329,7 +329,7 @@ def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
-def test_a_card_says_how_to_use_it_and_what_epsilon_does_not_cover(changes: dict[str, Any]) -> None:
+def test_a_card_states_usage_and_limits_of_epsilon(changes: dict[str, Any]) -> None:
     card = render(ledger(**changes))
     assert "arxiv.org/abs/2506.15588" in section(card, "How to cite")
     use = section(card, "Intended use")
@@ -422,7 +422,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_command_prints_the_card_of_a_folder_with_a_ledger(
+def test_the_command_prints_the_card_of_a_saved_folder(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["card", str(folder)]) == 0

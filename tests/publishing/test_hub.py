@@ -174,7 +174,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
         ),
     ],
 )
-def test_a_strategy_sends_the_list_and_nothing_of_seed_losses_or_draws(
+def test_each_strategy_sends_only_listed_files_and_no_secrets(
     strategy: str,
     copies: set[str],
     messages: list[str],
@@ -209,9 +209,7 @@ def test_a_strategy_sends_the_list_and_nothing_of_seed_losses_or_draws(
     assert not list(out.glob(".publishing-*"))
 
 
-def test_what_is_published_is_the_model_with_its_ledger_and_a_card(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_the_model_is_published_with_its_ledger_and_card(hub: Hub, tmp_path: Path) -> None:
     trainer = trained(tmp_path / "out", target_epsilon=4.0, callbacks=[Uploading()])
     with pytest.raises(TypeError, match="dataset_summary"):  # as the original card would say
         trainer.push_to_hub(dataset_summary="all")
@@ -261,7 +259,7 @@ def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) ->
     assert hub.messages(REPO) == ["End of training", "another"]
 
 
-def test_name_branch_and_privacy_of_the_repository_are_those_asked_for(
+def test_the_repository_has_the_requested_name_branch_and_visibility(
     hub: Hub, tmp_path: Path
 ) -> None:
     hub.add("tester/mine", {})
@@ -326,7 +324,7 @@ def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_run_that_is_saved_as_an_adapter_is_published_as_one(hub: Hub, tmp_path: Path) -> None:
+def test_a_run_saved_as_adapter_is_published_as_adapter(hub: Hub, tmp_path: Path) -> None:
     """At every save; what lies in a checkpoint to resume from stays there."""
     out = tmp_path / "out"
     settings: dict[str, Any] = {"push_to_hub": True, "hub_strategy": "checkpoint"}
@@ -423,7 +421,7 @@ def test_a_fault_that_passes_leaves_one_whole_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "pattern"), [("PUT", "/large/"), ("POST", "/commit/")])
-def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
+def test_a_failed_upload_leaves_the_repository_unchanged(
     method: str, pattern: str, hub: Hub, copy: Path, tmp_path: Path
 ) -> None:
     push(copy, tmp_path)
@@ -447,7 +445,7 @@ def test_a_server_that_dies_in_the_middle_shows_what_it_showed_before(
 
 
 @pytest.mark.slow
-def test_a_failed_push_in_the_background_is_logged_and_training_goes_on(
+def test_a_failed_background_push_is_logged_and_training_continues(
     hub: Hub, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     trainer = trainer_of(tmp_path, push_to_hub=True)
@@ -461,9 +459,7 @@ def test_a_failed_push_in_the_background_is_logged_and_training_goes_on(
 
 
 @pytest.mark.slow
-def test_a_push_that_runs_makes_the_next_checkpoint_wait_for_its_turn(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_a_running_push_delays_the_next_checkpoints_push(hub: Hub, tmp_path: Path) -> None:
     class LetGo(TrainerCallback):
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             hub.hold.set()
@@ -474,7 +470,7 @@ def test_a_push_that_runs_makes_the_next_checkpoint_wait_for_its_turn(
     assert hub.messages(REPO) == ["Training in progress, step 2"]
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_sent_arrives_whole(
+def test_a_checkpoint_deleted_during_its_push_arrives_complete(
     hub: Hub, copy: Path, tmp_path: Path
 ) -> None:
     weights = (copy / "model.safetensors").read_bytes()
@@ -510,7 +506,7 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
     assert set(hub.files(REPO)) == MODEL | left
 
 
-def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
+def test_a_push_that_cannot_begin_is_logged_and_training_continues(
     hub: Hub,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -535,7 +531,7 @@ def test_a_push_that_cannot_begin_is_logged_and_training_goes_on(
         trainer.push_to_hub()
 
 
-def test_a_named_adapter_is_published_in_the_folder_that_peft_gives_it(
+def test_a_named_adapter_is_published_in_pefts_folder(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
@@ -583,9 +579,7 @@ def copy(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def test_a_folder_that_is_not_what_was_saved_is_not_sent(
-    hub: Hub, copy: Path, tmp_path: Path
-) -> None:
+def test_a_folder_changed_after_saving_is_not_sent(hub: Hub, copy: Path, tmp_path: Path) -> None:
     """Whoever changed it: weights, a config, the ledger, a file too many or too few."""
     weights = load((copy / "model.safetensors").read_bytes())
     moved = {name: tensor + 1 for name, tensor in weights.items()}

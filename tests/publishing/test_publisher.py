@@ -26,7 +26,7 @@ def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_is_saved_of_what_training_changed_and_a_model_without(tmp_path: Path) -> None:
+def test_a_publisher_saves_adapters_only_if_it_has_one(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 8))
     weight = model.get_parameter("0.weight")
     adapter = Adapter.of(model, [weight], ["0.weight"])
@@ -80,7 +80,7 @@ class _AsAHub:
         save(self.folder)
 
 
-def test_a_path_in_a_config_stays_here_and_both_folders_are_verified(tmp_path: Path) -> None:
+def test_local_paths_in_configs_are_not_published_and_verification_passes(tmp_path: Path) -> None:
     model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=0, num_attention_heads=2))
     model.config.backbone = str(tmp_path)
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path / "here", model)

@@ -155,9 +155,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_card_of_every_kind_of_mechanism_agrees_with_its_ledger(
-    name: str, tmp_path: Path
-) -> None:
+def test_cards_of_all_mechanisms_agree_with_their_ledgers(name: str, tmp_path: Path) -> None:
     """Whatever words the ledger has, and however the lines of the card end."""
     _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
@@ -313,7 +311,7 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
     assert {status[f"weights: {name}"] for name in parts} == {ABSENT}
 
 
-def test_a_card_that_claims_privacy_of_a_run_without_any_is_found(tmp_path: Path) -> None:
+def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path: Path) -> None:
     """Though it may be named elsewhere."""
     ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
     base, tags = "a/differential-privacy-bert", ("no-differential-privacy",)
@@ -355,7 +353,7 @@ def test_what_is_compared_of_a_card_is_said(run: Path) -> None:
     assert (found.stated, found.found) == ("| Releases | 3 |", "| Releases | 6 |")
 
 
-def test_another_delta_is_not_held_against_what_was_promised_at_the_first(tmp_path: Path) -> None:
+def test_epsilon_at_another_delta_is_not_compared_with_the_target(tmp_path: Path) -> None:
     _saved(tmp_path, replace(MECHANISM, target_epsilon=0.85))
     assert _wrong(verify(tmp_path)) == []
     assert _wrong(verify(tmp_path, delta=1e-9)) == []
@@ -378,7 +376,7 @@ def test_a_checkpoint_whose_run_forgot_it_is_found(run: Path) -> None:
     assert _wrong(verify(run / "checkpoint-3")) == ["ledger of the run"]
 
 
-def test_a_checkpoint_with_the_ledger_of_an_earlier_one_is_found(run: Path) -> None:
+def test_a_checkpoint_with_an_earlier_ledger_is_reported(run: Path) -> None:
     for name in (LEDGER_NAME, CARD_NAME, WEIGHTS):
         shutil.copy(run / "checkpoint-3" / name, run / "checkpoint-6" / name)
     assert _wrong(verify(run / "checkpoint-6")) == ["updates"]
@@ -414,7 +412,7 @@ def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
         Ledger.load(run / LEDGER_NAME).epsilon_by("prv", 1e-5)
 
 
-def test_a_card_by_an_accountant_that_is_not_here_is_compared_but_for_epsilon(
+def test_a_card_of_an_unknown_accountant_is_checked_except_epsilon(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     others = {name: each for name, each in ACCOUNTANTS.items() if name != "prv"}
@@ -458,7 +456,7 @@ def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
 # ---- Weight files ----
 
 
-def test_a_saved_folder_is_digested_without_its_ledger_and_its_card(tmp_path: Path) -> None:
+def test_the_digest_of_a_folder_omits_ledger_and_card(tmp_path: Path) -> None:
     ours = ["config.json", "model.safetensors", "style/adapter_config.json", "tokenizer.json"]
     for name in (*ours, LEDGER_NAME, CARD_NAME, "other/a.bin", f"other/{LEDGER_NAME}"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -749,7 +747,7 @@ def test_a_file_beside_the_weights_that_was_changed_is_found(name: str, whole: P
     assert _status(verify(whole))[name] == ABSENT
 
 
-def test_a_ledger_that_digested_weights_alone_is_verified_as_far_as_it_goes(whole: Path) -> None:
+def test_a_ledger_with_digests_of_weights_only_is_verified(whole: Path) -> None:
     """As of version 0.1."""
     ledger = Ledger.load(whole / LEDGER_NAME)
     files = {name: value for name, value in ledger.saved[-1].files.items() if name == WEIGHTS}
@@ -807,7 +805,7 @@ def _offline(*_: Any, **__: Any) -> str:
     raise OSError("there is no network")
 
 
-def test_a_ledger_that_was_not_edited_is_shown_with_every_entry_and_accountant(
+def test_an_unedited_ledger_is_shown_with_all_entries_and_accountants(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger.load(run / LEDGER_NAME)
@@ -837,7 +835,7 @@ def test_a_run_without_a_guarantee_is_shown_as_such(
     assert "epsilon is infinite" in capsys.readouterr().err
 
 
-def test_the_state_of_a_trainer_that_cannot_be_read_is_no_evidence(run: Path) -> None:
+def test_an_unreadable_trainer_state_is_not_used_for_verification(run: Path) -> None:
     for text in ("[]", '{"global_step"'):
         (run / "checkpoint-3" / "trainer_state.json").write_text(text)
         assert "updates" not in _status(verify(run / "checkpoint-3"))

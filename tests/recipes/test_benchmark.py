@@ -87,7 +87,7 @@ def test_training_is_compiled_where_that_is_asked_for(
     assert len(results[compiled.title]["seconds"]) == 1
 
 
-def test_what_opacus_cannot_do_is_in_the_table_and_ends_nothing() -> None:
+def test_a_failure_of_opacus_is_reported_and_ends_nothing() -> None:
     setting = replace(TINY, model=OPT)
     results = measure(setting, ["adamw", "opacus_hooks"], rounds=1, warmup=1, device=CPU)
     hooks = METHODS["opacus_hooks"].title
@@ -141,7 +141,7 @@ class Counter:
         return step
 
 
-def test_every_method_takes_part_in_every_round_and_ratios_are_of_common_ones(
+def test_every_method_runs_every_round_and_ratios_use_common_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counter = Counter(monkeypatch, benchmark_timing)

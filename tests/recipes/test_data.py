@@ -61,9 +61,7 @@ def test_a_folder_is_read_whatever_it_holds(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [as_lines, as_saved])
-def test_a_split_that_is_not_there_is_named_beside_those_that_are(
-    kind: Any, tmp_path: Path
-) -> None:
+def test_a_missing_split_is_refused_with_the_existing_ones(kind: Any, tmp_path: Path) -> None:
     message = r"has the splits \['test', 'train', 'validation'\], and not 'dev'"
     with pytest.raises(ValueError, match=message):
         load_split("dev", kind(tmp_path), *HUB)

@@ -143,7 +143,7 @@ def test_an_unknown_option_of_a_preset_is_refused(preset: Path) -> None:
         parse(FAMILY, words(preset))
 
 
-def test_a_result_says_what_it_depends_on_and_is_never_overwritten(
+def test_a_result_states_its_settings_and_is_never_overwritten(
     preset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     others = ["--result_dir", str(preset.parent / "results"), "--curve_steps", "1"]

@@ -45,7 +45,7 @@ SUMMARY = {
 }
 
 
-def test_accuracy_against_epsilon_has_means_errors_and_what_is_not_private() -> None:
+def test_accuracy_over_epsilon_has_means_errors_and_non_private_runs() -> None:
     found = panels(accuracy_against_epsilon(SUMMARY, "sweep"))
     assert list(found) == ["SST-2", "RTE"]
     assert lines(found["RTE"]) == {"DP-GRAPE": ([6.0], [70.0])}
@@ -97,7 +97,7 @@ def words(panel: Axes) -> list[str]:
     return [text.get_text() for text in panel.texts]
 
 
-def test_every_figure_of_the_paper_is_drawn_and_says_what_was_not_run(tmp_path: Path) -> None:
+def test_every_figure_of_the_paper_is_drawn_with_missing_runs(tmp_path: Path) -> None:
     assert len(FIGURES) == 7
     for wanted in FIGURES:
         found = panels(wanted.drawn(tmp_path))

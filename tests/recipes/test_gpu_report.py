@@ -92,7 +92,7 @@ def test_opt_computes_logits_and_loss_at_an_answer_only() -> None:
 # ---- Rows ----
 
 
-def test_a_probe_of_each_model_comes_first_and_compiled_rows_run_in_another_process() -> None:
+def test_one_probe_of_each_model_comes_first() -> None:
     first = [str(row) for row in gpu_report.rows()][:12]
     both = ("AdamW", "DP-GRAPE")
     assert first == [
@@ -148,7 +148,7 @@ def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_another_process_measures_a_row_and_leaves_this_one_as_it_was() -> None:
+def test_measuring_in_another_process_leaves_this_one_unchanged() -> None:
     row = replace(gpu_report.rows(tiny=True)[0], precision="TF32")
     gpu_report.set_precision(tf32=False)
     assert gpu_report.in_another_process(row, CPU, 1)["seconds"] > 0
@@ -205,7 +205,7 @@ def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path: Path) -> No
     assert seen == [row.setting.batch_size // 4] * 8
 
 
-def test_the_clock_leaves_out_the_first_steps_and_what_is_between(
+def test_the_clock_omits_warmup_steps_and_pauses_between_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, ticks = gpu_report._Clock(CPU, steps=3), iter(range(10**6))
@@ -244,7 +244,7 @@ def test_without_a_gpu_it_says_so(
         (RuntimeError("a kernel is missing"), FAILED, "RuntimeError: a kernel is missing"),
     ],
 )
-def test_a_row_that_fails_is_a_result_and_tried_again_unless_it_has_no_memory(
+def test_a_failed_row_is_tried_again_unless_out_of_memory(
     error: Exception, status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:

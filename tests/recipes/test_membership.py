@@ -31,7 +31,7 @@ def test_tied_scores_are_not_accused_beyond_the_rate() -> None:
     assert (found["true_positives"], found["false_positives"]) == (0, 0)
 
 
-def test_a_private_run_allows_what_both_sides_of_its_guarantee_allow() -> None:
+def test_the_bound_on_attacks_uses_both_sides_of_the_guarantee() -> None:
     """The bound is reached by a randomised response of that epsilon."""
     epsilon = 1.5
     truth = math.exp(epsilon) / (1 + math.exp(epsilon))

@@ -115,7 +115,7 @@ def test_splits_begin_the_permutation_of_the_seed(folder: Path) -> None:
     assert permutation(5, 0) == [2, 0, 1, 3, 4]
 
 
-def test_the_test_split_may_be_smaller_but_training_data_must_do(folder: Path) -> None:
+def test_only_the_test_split_may_be_smaller_than_requested(folder: Path) -> None:
     data = str(folder / "DROP")
     found = load_splits(TASKS["DROP"], data, 0, {**SIZES, "test": 1000})
     assert [len(found[name]) for name in ("train", "dev", "test")] == [5, 3, 12]
@@ -139,7 +139,7 @@ def test_an_answer_is_the_last_tokens_of_its_row(task: str, folder: Path) -> Non
         assert encoder.prompt(question) == row[:-length]
 
 
-def test_spaces_at_the_ends_of_a_text_are_cut_off_and_line_breaks_stay(folder: Path) -> None:
+def test_texts_are_stripped_of_spaces_and_keep_line_breaks(folder: Path) -> None:
     encoder = encoder_of(folder)
     decode = encoder.tokenizer.decode
     question = Question("  Answer: ", (" 5\n ",))
@@ -148,7 +148,7 @@ def test_spaces_at_the_ends_of_a_text_are_cut_off_and_line_breaks_stay(folder: P
     assert decode(row[1:]) == "Answer: 5\n"
 
 
-def test_a_long_text_loses_its_beginning_but_not_its_first_token(folder: Path) -> None:
+def test_a_long_text_loses_its_beginning_except_the_first_token(folder: Path) -> None:
     whole, cut = encoder_of(folder, max_length=500), encoder_of(folder, max_length=12)
     question = TASKS["SQuAD"].read(ROWS["SQuAD"])
     long, short = whole.example(question), cut.example(question)
@@ -286,7 +286,7 @@ def test_one_example_counts_once_whatever_its_options(options: int) -> None:
 
 
 @pytest.mark.parametrize(("options", "loss"), [(2, choice_loss), (1, answer_loss)])
-def test_the_gradient_of_an_example_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
+def test_an_examples_gradient_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
     """Neighbours that are longer, whose answers are, and more padding of both change nothing."""
     first, *others = examples([5, 21, 3, 30], options, longest=7)
     engine = make_engine("layerwise", scorer("opt"), loss)
@@ -300,7 +300,7 @@ def test_the_gradient_of_an_example_does_not_depend_on_its_batch(options: int, l
         assert relative_error(gradient(some, multiple), expected) < 1e-5
 
 
-def test_a_model_without_positions_or_selected_logits_is_scored_all_the_same() -> None:
+def test_models_without_position_ids_or_logit_selection_are_scored_equally() -> None:
     """As ALiBi models, which count from the mask, and those that give all logits."""
 
     class Plain(LlamaForCausalLM):
@@ -452,7 +452,7 @@ def test_a_run_on_every_kind_of_task(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(
+def test_a_killed_run_resumes_and_leaves_a_plain_model(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the same command; embeddings are tied."""

@@ -156,7 +156,7 @@ def test_a_changed_option_is_in_the_label(name: str, method: str, change: dict[s
     assert "1.0 [1]" in line
 
 
-def test_other_data_are_in_the_label_and_other_heads_are_apart() -> None:
+def test_other_data_change_the_label_and_other_heads_the_match() -> None:
     other = RunResult(made_up(90.0, dataset_path="data/other"))
     text = render(Findings([other]), PAPER)
     assert rows(text, "| DP-GRAPE, dataset_path = other | 6")[0][2:4] == ["", "90.0 [1]"]
@@ -167,7 +167,7 @@ def test_other_data_are_in_the_label_and_other_heads_are_apart() -> None:
     }
 
 
-def test_what_the_score_does_not_depend_on_is_in_no_label() -> None:
+def test_options_without_effect_on_the_score_are_in_no_label() -> None:
     nothing = {"noise_multiplier": 0.0, "max_grad_norm": float("inf"), "target_epsilon": None}
     result = made_up(93.0, method="adam")
     result["settings"] |= nothing

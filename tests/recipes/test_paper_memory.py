@@ -154,7 +154,7 @@ def test_matrix_products_are_counted(rows: list[Compared]) -> None:
 
 
 @pytest.mark.slow
-def test_a_combination_that_no_run_has_is_refused_in_its_row(model: ModelOfConfig) -> None:
+def test_an_unsupported_combination_is_refused_in_its_row(model: ModelOfConfig) -> None:
     setting = Setting(batch_size=SIZE, dtype=torch.bfloat16)
     found = every_method(setting)
     refused, possible = few = [one(found, "dpzero"), one(found, "dp_sgd")]

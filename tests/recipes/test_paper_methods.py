@@ -223,7 +223,7 @@ TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
 )
-def test_lora_is_on_the_layers_of_mezo_where_mezo_has_some(
+def test_lora_uses_the_layers_of_mezo_if_mezo_names_any(
     model: Any, layers: set[str] | None, alpha: int
 ) -> None:
     adapted = with_adapter(model, "dp_lora", 8)

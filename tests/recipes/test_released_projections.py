@@ -83,7 +83,7 @@ def test_a_gradient_of_zeros_has_orthonormal_vectors_all_the_same() -> None:
 # ---- The schedule ----
 
 
-def test_svd_is_redrawn_every_f_steps_from_the_gradients_of_that_step() -> None:
+def test_svd_is_redrawn_every_f_steps_from_current_gradients() -> None:
     projections, before = released(), None
     for step in range(8):
         found = projections.at(step, gradients(step))

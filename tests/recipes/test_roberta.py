@@ -139,7 +139,7 @@ def test_a_shorter_prompt_keeps_room_for_its_mask(tokenizer: Any) -> None:
         tokens(tokenizer, "SST-2", long, max_length=18)
 
 
-def test_the_words_of_labels_follow_a_space_and_are_one_token(tokenizer: Any) -> None:
+def test_label_words_follow_a_space_and_are_one_token(tokenizer: Any) -> None:
     words = tokenizer.convert_ids_to_tokens(label_words(TASKS["SNLI"], tokenizer))
     assert words == ["ĠNo", "ĠYes", "ĠMaybe"]
     task = replace(TASKS["SNLI"], words={"neutral": "Perhaps"})
@@ -156,7 +156,7 @@ def test_every_word_of_every_task_is_known(tokenizer: Any) -> None:
 # ---- Splits ----
 
 
-def test_the_few_shot_split_of_trec_has_the_sizes_of_the_paper() -> None:
+def test_the_few_shot_split_of_trec_has_the_papers_sizes() -> None:
     labels = [number for number, n in enumerate(COUNTS.values()) for _ in range(n)]
     train, dev = roberta.few_shot(labels, 512, seed=13)
     assert (len(train), len(dev)) == (2646, 2243)
@@ -178,7 +178,7 @@ def test_the_few_shot_split_is_that_of_numpys_global_shuffle() -> None:
         assert [row for row in dev if labels[row] == label] == mine[4:8]
 
 
-def test_a_large_test_split_is_cut_to_the_same_thousand_rows() -> None:
+def test_a_large_test_split_is_reduced_to_fixed_thousand_rows() -> None:
     assert roberta.rows_tested(872) == list(range(872))
     assert roberta.rows_tested(1000) == list(range(1000))
     found = roberta.rows_tested(2210)
@@ -189,7 +189,7 @@ def test_a_large_test_split_is_cut_to_the_same_thousand_rows() -> None:
     assert found == pd.DataFrame(range(2210)).sample(n=1000, random_state=42).index.tolist()
 
 
-def test_labels_are_matched_by_name_and_rows_without_one_are_left_out(
+def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -288,7 +288,7 @@ def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(
     assert (tied[0, read[:8]].norm(dim=1) > 0).all()  # by the table, beside the head
 
 
-def test_every_layer_has_its_rule_and_the_vocabulary_meets_one_position(
+def test_all_layers_have_rules_and_one_position_has_logits(
     folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flat, "MOST", 0)
@@ -355,7 +355,7 @@ def folder_of_run(data: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(folder: Path, data: Path) -> None:
+def test_a_killed_run_resumes_and_leaves_a_plain_model(folder: Path, data: Path) -> None:
     """By the same command; a masked language model reads the prompts as the trained one does."""
     others = ["--config=reference_code", "--max_steps=60", "--projection_rank=4", "--save_model"]
     words = words_of(folder, data, *others, "--learning_rate=1e-2")

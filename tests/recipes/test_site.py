@@ -192,7 +192,7 @@ def test_a_link_is_replaced_where_it_is_one() -> None:
     )
 
 
-def test_a_file_and_a_folder_have_an_address_in_the_repository() -> None:
+def test_files_and_folders_have_an_address_in_the_repository() -> None:
     base, page = repository(), "recipes/subspace/README.md"
     assert in_repository("../README.md#a", page) == f"{base}/blob/main/recipes/README.md#a"
     assert in_repository("results", page) == f"{base}/tree/main/recipes/subspace/results"

@@ -65,7 +65,7 @@ def test_shares_are_those_of_single_samples(name: str, dropout: str) -> None:
         assert found[1] >= found[0]
 
 
-def test_a_layer_with_few_inputs_has_no_share_of_many_directions() -> None:
+def test_layers_with_few_inputs_have_no_share_of_many_directions() -> None:
     model, batch = only("bert-classifier").model(), only("bert-classifier").batch(4)
     inputs = {SYNTHETIC: lambda: synthetic_batches(model)}
     found = measure(model, [batch], [4, 32], inputs)

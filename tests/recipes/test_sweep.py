@@ -85,7 +85,7 @@ def strict(path: Path) -> Any:
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def test_the_best_on_the_dev_split_is_run_at_every_budget(
+def test_the_best_dev_setting_is_run_with_every_budget(
     tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(tmp_path) == 0
@@ -145,9 +145,7 @@ def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
     assert len(runs.commands) == 8
 
 
-def test_half_a_line_of_a_crash_is_ignored_and_its_run_made_again(
-    tmp_path: Path, runs: Runs
-) -> None:
+def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     path = tmp_path / "out" / "runs.jsonl"
     whole = path.read_text()
@@ -209,7 +207,7 @@ def with_grid(*rates: float) -> dict[str, Any]:
     return CONFIG | {"rows": rows}
 
 
-def test_runs_of_a_grid_that_was_changed_were_looked_at_too(
+def test_runs_of_a_changed_grid_count_as_seen(
     tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path)
@@ -226,9 +224,7 @@ def test_runs_of_a_grid_that_was_changed_were_looked_at_too(
     assert runs.commands == []
 
 
-def test_results_of_a_preset_that_was_changed_are_not_mixed_with_new_ones(
-    tmp_path: Path, runs: Runs
-) -> None:
+def test_results_of_a_changed_preset_are_not_mixed_in(tmp_path: Path, runs: Runs) -> None:
     assert run(tmp_path) == 0
     files = sorted((tmp_path / "out").rglob("*.*"))
     runs.commands.clear()

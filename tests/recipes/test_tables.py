@@ -33,7 +33,7 @@ def section(text: str, title: str) -> str:
 # ---- Numbers ----
 
 
-def test_ours_is_mean_and_standard_error_over_seeds_beside_the_papers() -> None:
+def test_our_mean_and_standard_error_are_shown_with_the_papers() -> None:
     text = text_of(*(made_up(s, seed=i) for i, s in enumerate((90.0, 92.0, 94.0))))
     line = rows(section(text, "## RoBERTa"), "| DP-GRAPE | 6")[0]
     # deviations -2, 0, 2: the standard deviation is 2, the error 2 / sqrt(3)
@@ -65,7 +65,7 @@ def test_without_results_all_of_ours_is_not_run() -> None:
     assert rows(timing, "| RoBERTa-large on")[0][2:6] == ["71.7", "not run", "0.6", "not run"]
 
 
-def test_a_budget_that_the_paper_does_not_have_is_a_row_without_its_numbers() -> None:
+def test_a_budget_absent_from_the_paper_is_a_separate_row() -> None:
     text = section(text_of(made_up(91.0, target_epsilon=4.0)), "## RoBERTa")
     assert rows(text, "| DP-GRAPE | 4")[0][2:4] == ["n/a", "91.0 [1]"]
 
@@ -83,7 +83,7 @@ def test_runs_that_differ_in_more_than_seeds_are_not_averaged() -> None:
     }
 
 
-def test_a_variant_says_so_and_has_no_number_of_the_paper() -> None:
+def test_a_variant_is_labelled_and_has_no_paper_number() -> None:
     text = section(text_of(made_up(90.0, projection="identity")), "## RoBERTa")
     plain, other = rows(text, "| DP-GRAPE | 6")[0], rows(text, "| DP-GRAPE, projection")[0]
     assert plain[2:4] == ["93.3 ± 0.4", "not run"]
@@ -101,7 +101,7 @@ def test_a_line_may_have_another_bound_on_each_task() -> None:
     assert (line.label, len(line.groups)) == ("DP-GRAPE", 2)
 
 
-def test_a_variant_on_one_task_leaves_the_plain_run_on_another_in_the_papers_row() -> None:
+def test_a_variant_does_not_move_plain_runs_of_other_tasks() -> None:
     results = (
         made_up(90.0),
         made_up(70.0, task="RTE", max_steps=100, splits={"train": 1024, "test": 277}),
@@ -162,7 +162,7 @@ def test_settings_stand_beside_the_papers() -> None:
     assert "settings chosen from 4 runs for each task" in text
 
 
-def test_the_best_epoch_is_shown_apart_where_the_paper_has_it() -> None:
+def test_the_best_epoch_is_a_separate_row() -> None:
     curve = [{"step": 1, "accuracy": 61.0}, {"step": 2, "accuracy": 59.0}]
     options: dict[str, Any] = {
         **{"task": "CIFAR-10", "from_scratch": True, "model_name_or_path": "vit-base"},

@@ -205,7 +205,7 @@ def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path: Path, data: Pa
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(tmp_path: Path, data: Path) -> None:
+def test_a_killed_run_resumes_and_leaves_a_plain_model(tmp_path: Path, data: Path) -> None:
     """By the same command; a processor makes of images what the recipe does."""
     options = {"config": "reference_code", "noise_multiplier": None, "target_epsilon": 8}
     command = words(tmp_path, data, **options, max_steps=60, save_model=True, curve_steps=5)
@@ -229,9 +229,7 @@ def test_a_run_that_is_killed_goes_on_and_leaves_a_plain_model(tmp_path: Path, d
     assert result["metrics"] == {"test": {"accuracy": pytest.approx(right)}}
 
 
-def test_a_search_holds_data_out_and_leaves_the_test_split_alone(
-    tmp_path: Path, data: Path
-) -> None:
+def test_a_search_holds_out_data_and_never_reads_the_test(tmp_path: Path, data: Path) -> None:
     result = run(tmp_path, data, held_out=True, task="FASHION-MNIST")
     assert result["splits"] == {"train": 32, "dev": 8}
     assert list(result["metrics"]) == ["dev"]
@@ -340,7 +338,7 @@ def test_accuracy_counts_every_image_once() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_delta_is_below_one_over_the_examples_of_any_split_in_use(preset: str) -> None:
+def test_every_delta_is_below_one_over_the_number_of_examples(preset: str) -> None:
     for task in ("MNIST", "CIFAR-100", "CIFAR-10-fine-tune"):
         words = [f"--config={preset}", f"--task={task}", "--target_epsilon=2", "--use_cpu"]
         script, args = parse(vit.FAMILY, words)

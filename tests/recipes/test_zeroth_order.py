@@ -171,7 +171,7 @@ def small_engine(model: nn.Module, **settings: Any) -> ZerothOrderEngine:
     return ZerothOrderEngine(model, squares, seed=SEED, **settings)
 
 
-def test_the_directions_are_standard_normal_and_differ_between_steps_numbers_and_weights() -> None:
+def test_directions_are_standard_normal_and_differ_everywhere() -> None:
     """Means of 30,000 numbers: it fails by chance with probability below 1e-12."""
     weights = {name: nn.Parameter(torch.zeros(300, 100)) for name in ("a", "b")}
     directions = Directions(weights, SEED, count=2)
@@ -325,7 +325,7 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
     assert 0 < taken(optimizer.step, given) < 0.5 * weight
 
 
-def test_what_fits_of_the_directions_of_a_step_is_drawn_once(
+def test_directions_that_fit_into_memory_are_drawn_once_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(directions_module, "_BLOCK", 100)
@@ -516,7 +516,7 @@ def test_small_updates_of_a_low_precision_weight_count_on_average() -> None:
     assert slope == pytest.approx(-1e-5, rel=0.6)
 
 
-def test_an_update_needs_one_release_and_the_directions_of_its_step() -> None:
+def test_an_update_needs_one_release_and_its_steps_directions() -> None:
     model = small_model()
     engine = small_engine(model, n_directions=2)
     optimizer = ZerothOrderSGD(model.parameters(), engine.directions)

@@ -163,7 +163,7 @@ def test_every_form_of_import_is_changed(before: str, after: str | None) -> None
     assert converted(before) == (before if after is None else after)
 
 
-def test_a_script_without_a_trainer_by_name_is_said_to_be_one(
+def test_a_script_that_imports_no_trainer_by_name_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.py").write_text("import transformers\ntransformers.Trainer()\n")

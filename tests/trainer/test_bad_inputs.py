@@ -90,7 +90,7 @@ def make_or_refuse(given_values: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", slow_but(("target_epsilon",), NAMES))
-def test_a_wild_value_is_taken_or_refused_by_name_and_value(name: str) -> None:
+def test_an_extreme_value_is_accepted_or_refused_by_name(name: str) -> None:
     for value in EDGES:
         make_or_refuse({name: value})
 
@@ -301,7 +301,7 @@ def test_few_examples_are_fetched_to_describe_many() -> None:
     assert len(fetched) == 64
 
 
-def test_errors_that_are_not_of_the_data_stay_as_they_are() -> None:
+def test_errors_that_do_not_concern_data_are_unchanged() -> None:
     for error in (
         *(PrivacyError("ours"), OSError("disk"), torch.OutOfMemoryError("full")),
         *(NotImplementedError("aten::foo"), RuntimeError("CUDA error: device-side assert")),
@@ -338,7 +338,7 @@ def test_an_empty_text_is_named_as_the_trouble(tmp_path: Path) -> None:
     assert "empty input" in caught.value.__notes__[0]
 
 
-def test_a_worker_that_died_is_told_from_data_of_a_wrong_form() -> None:
+def test_a_dead_worker_is_distinguished_from_wrong_data() -> None:
     died = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
     with pytest.raises(RuntimeError) as raised, explaining_bad_data([{}], "It"):
         raise died

@@ -115,7 +115,7 @@ def test_noise_in_the_weights_is_as_predicted(tmp_path: Path) -> None:
 # ---- What a run counts ----
 
 
-def test_a_run_takes_turns_and_ledger_and_card_say_what_it_counts(tmp_path: Path) -> None:
+def test_a_banded_runs_ledger_and_card_state_its_turns(tmp_path: Path) -> None:
     watch = Watch()
     trainer = _trainer(tmp_path, cls=RecordingTrainer, callbacks=[watch])
     trainer.train()
@@ -289,7 +289,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
         ({"save_steps": 5, "noise": "independent"}, False),
     ],
 )
-def test_a_run_says_at_its_start_which_save_steps_lose_nothing(
+def test_unfavourable_save_steps_are_reported_when_a_run_starts(
     changes: dict[str, Any], advised: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     _trainer(tmp_path, **SAVING | changes).start()

@@ -72,7 +72,7 @@ def killing(seed: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("weights", slow_but(("fresh",), WEIGHTS))
 @pytest.mark.parametrize("seed", slow_but(("0",), range(10)))
-def test_a_run_killed_at_a_random_moment_resumes_with_its_choices(
+def test_a_run_killed_at_random_resumes_with_its_choices(
     seed: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     releases = spy_releases(monkeypatch)
@@ -121,7 +121,7 @@ def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_model_that_looks_otherwise_is_trained_as_at_the_start(
+def test_resuming_keeps_the_choices_even_for_another_model(
     begin: Begin, weights: str, tmp_path: Path
 ) -> None:
     """One is loaded from the checkpoint of a fresh model, the other made from a config."""

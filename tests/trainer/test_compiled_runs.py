@@ -12,7 +12,7 @@ from tests.support.trainers import EXACT, examples_of, make_trainer
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tracer's
 
 
-def test_a_compiled_run_ends_with_the_weights_of_one_that_is_not(tmp_path: Path) -> None:
+def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path: Path) -> None:
     """The batches of a physical size are padded to it, and evaluation is not compiled."""
     case, found = only("roberta-classifier"), []
     settings = EXACT | {"per_device_train_batch_size": 5, "expected_batch_size": 12}

@@ -113,7 +113,7 @@ def test_a_damaged_file_is_recognised(
         require_whole_checkpoint(run / "checkpoint-4")
 
 
-def test_a_run_resumes_from_the_last_whole_checkpoint_and_counts_every_release(
+def test_resuming_uses_the_last_intact_checkpoint_and_counts_all_releases(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _halve(run / "checkpoint-4" / "optimizer.pt")
@@ -214,7 +214,7 @@ def test_an_index_of_any_other_form_is_damaged(index: Any, run: Path) -> None:
     assert "no file name for each weight" in fault_of_checkpoint(run / "checkpoint-4")
 
 
-def test_a_damaged_adapter_in_a_folder_of_its_own_is_recognised(run: Path) -> None:
+def test_a_damaged_adapter_in_a_separate_folder_is_recognised(run: Path) -> None:
     adapter = run / "checkpoint-4" / "mine"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -254,7 +254,7 @@ def _replace_all_but_the_ledger(source: str | Path, target: str | Path) -> None:
 @pytest.mark.parametrize(
     "name", slow_but(("optimizer.pt",), [LEDGER_NAME, "model.safetensors", "optimizer.pt"])
 )
-def test_a_checkpoint_without_space_leaves_the_one_before_and_the_count(
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "checkpoint-4" / name
@@ -323,7 +323,7 @@ def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
             raise fault
 
 
-def test_the_last_checkpoint_is_that_of_the_last_step_whatever_the_clock_says(run: Path) -> None:
+def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:
     tomorrow = time.time() + 86_400
     os.utime(run / "checkpoint-2", (tomorrow, tomorrow))
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
@@ -348,9 +348,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("method", slow_but(("flat",), METHODS))
-def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
-    method: str, tmp_path: Path
-) -> None:
+def test_an_example_without_gradient_counts_as_if_absent(method: str, tmp_path: Path) -> None:
     """Exactly so: that it was drawn must not show in the release. Without noise, all drawn."""
     value = float("nan" if method == "flat" else "inf")
     whole = points(24).examples
@@ -370,7 +368,7 @@ def test_an_example_without_a_gradient_counts_as_if_it_were_not_there(
 
 
 @pytest.mark.slow
-def test_examples_without_gradients_are_left_out_of_those_that_are_tried(tmp_path: Path) -> None:
+def test_examples_without_gradients_are_not_used_for_checks(tmp_path: Path) -> None:
     nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
     nowhere[0] = points(24).examples[0]
     trainer = make_trainer(tmp_path, train_dataset=Examples(nowhere))

@@ -64,7 +64,7 @@ def test_a_model_with_a_mask_token_trains_as_it_comes(
     }
 
 
-def test_what_is_frozen_does_not_depend_on_what_the_examples_hold(tmp_path: Path) -> None:
+def test_frozen_parameters_do_not_depend_on_the_examples_values(tmp_path: Path) -> None:
     entry, found = row("DINOv2, image classification"), []
     for value in (0.0, 1e3, float("nan")):
         data = examples(entry)
@@ -116,7 +116,7 @@ def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("public", "size"), [(None, 1), ((0,), 4)])
-def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
+def test_trained_parameters_do_not_depend_on_optional_inputs_of_examples(
     public: tuple[int, ...] | None, size: int, tmp_path: Path
 ) -> None:
     """None, the first or all of the rows: the same is trained, or the run refused."""
@@ -146,7 +146,7 @@ def test_what_is_trained_does_not_depend_on_who_has_an_optional_input(
 
 
 @pytest.mark.slow
-def test_a_model_is_frozen_by_hand_where_nobody_has_the_input(tmp_path: Path) -> None:
+def test_parameters_of_an_absent_input_are_frozen_by_hand(tmp_path: Path) -> None:
     model = build(SideForSequenceClassification, BertConfig, BERT)
     settings = {"model": model, "train_dataset": some_with_side(()), "data_collator": stacked}
     with pytest.raises(UnsupportedModelError, match=r"side\.weight, side\.bias\. Noise alone"):
@@ -155,7 +155,7 @@ def test_a_model_is_frozen_by_hand_where_nobody_has_the_input(tmp_path: Path) ->
     make_trainer(tmp_path, **settings).train()
 
 
-def test_data_with_an_input_that_forward_does_not_name_are_refused(tmp_path: Path) -> None:
+def test_data_with_an_input_unknown_to_forward_are_refused(tmp_path: Path) -> None:
     """Masked positions reach the mask token, which nothing public tells."""
     entry = row("DINOv2, image classification")
     data = examples(entry)

@@ -120,7 +120,7 @@ def test_each_pair_of_data_sets_is_compared_once(tmp_path: Path) -> None:
 # ---- Shared rows ----
 
 
-def test_the_same_place_of_one_object_is_shared_whatever_is_read() -> None:
+def test_the_same_index_of_one_object_is_a_shared_example() -> None:
     class Augmented(Examples):
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"x": torch.rand(3)}

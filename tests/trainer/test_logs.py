@@ -49,7 +49,7 @@ def leaking(folder: Path, tracker: Watch, **settings: Any) -> tuple[Any, Any]:
     return trainer, output
 
 
-def test_a_key_that_is_not_known_to_be_private_is_dropped_with_one_warning(
+def test_unknown_keys_are_dropped_from_logs_with_one_warning(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     tracker = Watch()
@@ -85,7 +85,7 @@ class _Asks(TrainerCallback):
                 logs["accuracy"]
 
 
-def test_what_the_host_logs_is_left_out_without_a_word_and_read_as_withheld(
+def test_withheld_values_of_the_trainer_are_left_out_without_warning(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     tracker, asks = Watch(), _Asks()

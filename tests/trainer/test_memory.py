@@ -159,7 +159,7 @@ def test_a_model_that_its_first_batch_initialises_is_refused(tmp_path: Path) -> 
     assert_refused(trainer, r"head\.bias of the model")
 
 
-def test_a_model_that_its_first_batch_initialises_is_refused_in_a_loop(tmp_path: Path) -> None:
+def test_a_model_initialised_by_private_data_is_refused_in_loops(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=InitialisedForSequenceClassification())
     model = trainer.start()
     batch = next(batch for batch in trainer.get_train_dataloader() if batch)
@@ -315,7 +315,7 @@ def test_a_model_saved_without_its_ledger_says_what_was_spent(trained: Any, tmp_
         _again(tmp_path / "again", _loaded(tmp_path / "saved"))
 
 
-def test_runs_add_up_where_the_ledger_of_the_first_is_named(trained: Any, tmp_path: Path) -> None:
+def test_runs_compose_if_the_first_ledger_is_given(trained: Any, tmp_path: Path) -> None:
     trained.model.save_pretrained(tmp_path / "saved")
     live = Path(trained.args.output_dir) / LEDGER_NAME
     for changes in ({"earlier_data": "same"}, {"earlier_ledger": str(live)}):
@@ -351,7 +351,7 @@ def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
     )
 
 
-def test_a_new_model_with_the_config_of_a_trained_one_is_new(tmp_path: Path) -> None:
+def test_a_new_model_with_a_trained_models_config_is_new(tmp_path: Path) -> None:
     model = bert()
     _again(tmp_path / "first", model).train()
     assert _again(tmp_path / "second", type(model)(model.config))

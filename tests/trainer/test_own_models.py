@@ -151,7 +151,7 @@ def test_a_module_trains_with_nothing_set(
     assert all("unused" in notice for notice in notices)
 
 
-def test_the_loss_of_a_module_is_the_one_of_a_batch_of_one() -> None:
+def test_a_modules_loss_equals_its_loss_for_one_example() -> None:
     torch.manual_seed(0)
     model = Table()
     model.unused.requires_grad_(False)
@@ -166,7 +166,7 @@ def test_the_loss_of_a_module_is_the_one_of_a_batch_of_one() -> None:
         torch.testing.assert_close(gradients["net.weight"].dense().values[i], expected)
 
 
-def test_a_module_that_returns_no_loss_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_module_without_a_loss_is_refused_with_remedy(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"no loss.*compute_loss_func=f"):
         trainer_of(tmp_path, Towers(), towers_row)
 
@@ -213,7 +213,7 @@ def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> Non
         trainer._public_inputs()
 
 
-def test_tokens_are_those_that_the_embedding_has_and_masks_are_ones() -> None:
+def test_synthetic_tokens_are_in_the_vocabulary_and_masks_are_ones() -> None:
     integers = torch.long
     forms = {
         "ids": Form((7,), integers),
@@ -273,7 +273,7 @@ def test_a_module_that_cannot_be_measured_trains_by_norms(
 # ---- Errors come early ----
 
 
-def test_integer_labels_of_several_classes_are_refused_before_anything_is_chosen(
+def test_integer_labels_of_several_classes_are_refused_before_any_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = row("BERT, multi-label classification").model()
@@ -292,7 +292,7 @@ class Weighted(DPGrapeTrainer):
         return cross_entropy(logits, labels, weight=torch.tensor([1.0, 5.0]))
 
 
-def test_class_weights_and_a_used_folder_are_refused_before_anything_is_chosen(
+def test_class_weights_and_used_folders_are_refused_before_any_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_trainer(tmp_path / "used").train()

@@ -59,7 +59,7 @@ def one_by_one(trainer: Any, batch: dict[str, Tensor]) -> Any:
     ("kind", "engine", "rank"),
     [("dpo", "layerwise", 2), ("dpo", "functorch", None), ("reward", "layerwise", None)],
 )
-def test_the_gradient_of_a_pair_is_that_of_trls_loss_for_it_alone(
+def test_a_pairs_gradient_equals_the_gradient_of_trls_loss(
     kind: str, engine: str, rank: int | None, tmp_path: Path
 ) -> None:
     trainer = on_pairs(kind, tmp_path)
@@ -103,7 +103,7 @@ def test_a_pair_of_equal_texts_trains_wherever_it_stands(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("dpo", 4), ("reward", 1)])
-def test_a_wrong_rule_is_found_where_the_first_pair_is_of_equal_texts(
+def test_a_wrong_rule_is_found_despite_pairs_of_equal_texts(
     kind: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     right = functions.product

@@ -36,7 +36,7 @@ def digests(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_p_is_the_same_bit_by_bit_whatever_the_training_data(tmp_path: Path) -> None:
+def test_p_does_not_depend_on_the_training_data(tmp_path: Path) -> None:
     fewer = {"train_dataset": examples_of(BERT, 8, seed=5), "num_samples": 24, "max_grad_norm": 0.1}
     one, other = trainer_of(tmp_path / "one"), trainer_of(tmp_path / "other", **fewer)
     for trainer in (one, other):
@@ -48,7 +48,7 @@ def test_p_is_the_same_bit_by_bit_whatever_the_training_data(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_p_is_of_the_weights_before_training_and_of_synthetic_inputs(tmp_path: Path) -> None:
+def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path: Path) -> None:
     """Another seed is another sample of the same inputs."""
     model = only(BERT).model()
     expected = principal_directions(
@@ -171,7 +171,7 @@ def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> No
 # ---- Refused ----
 
 
-def test_a_model_that_reads_unknown_inputs_is_measured_by_form_or_public_data(
+def test_models_of_unknown_inputs_use_shapes_or_public_data(
     tmp_path: Path,
 ) -> None:
     make_trainer(tmp_path / "by_form", **SETTINGS).train()
@@ -179,7 +179,7 @@ def test_a_model_that_reads_unknown_inputs_is_measured_by_form_or_public_data(
     make_trainer(tmp_path, public_dataset=rows, **SETTINGS).train()
 
 
-def test_a_model_that_fails_on_synthetic_inputs_is_refused_with_the_cause(tmp_path: Path) -> None:
+def test_a_model_failing_on_synthetic_inputs_is_refused_with_cause(tmp_path: Path) -> None:
     model = only(BERT).model()
     model.bert.register_forward_pre_hook(_needs_more, with_kwargs=True)
     with pytest.raises(UnsupportedModelError, match="where is token_type_ids"):

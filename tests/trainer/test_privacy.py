@@ -141,7 +141,7 @@ def _zeroed(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def test_the_noise_in_the_weights_has_std_sigma_c_over_expected_batch(tmp_path: Path) -> None:
+def test_the_noise_of_weights_has_std_sigma_c_over_b(tmp_path: Path) -> None:
     """Chi-square over 83 coordinates of 40 steps; it rejects a factor of 1.07 or more.
 
     False alarm: below 1e-6 (five standard deviations, normal approximation), for the whole and
@@ -205,7 +205,7 @@ def test_projected_noise_has_the_same_std_in_every_coordinate(
 # ---- Secrets ----
 
 
-def test_the_seed_of_the_arguments_has_no_influence_on_coins_or_noise(tmp_path: Path) -> None:
+def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path: Path) -> None:
     runs = []
     for name in "ab":
         watch = Watch()
@@ -258,7 +258,7 @@ class _TakeStates(TrainerCallback):
     on_train_begin = on_step_end = on_save = take
 
 
-def test_no_file_of_a_checkpoint_holds_the_state_of_a_secret_generator(tmp_path: Path) -> None:
+def test_no_checkpoint_file_contains_a_secret_generators_state(tmp_path: Path) -> None:
     thief = _TakeStates()
     thief.trainer = make_trainer(
         tmp_path, save_strategy="steps", save_steps=2, callbacks=[thief], max_steps=4
@@ -331,7 +331,7 @@ def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
     assert norms == pytest.approx(expected, rel=1e-5)
 
 
-def test_epsilon_in_logs_bar_cards_and_ledgers_is_what_was_spent(
+def test_logs_progress_bar_cards_and_ledgers_show_the_spent_epsilon(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     tracker = Watch()

@@ -15,7 +15,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "_QUIET", 0.0)
 
 
-def test_a_bar_counts_passes_and_an_inner_one_is_shown_with_it(
+def test_a_progress_bar_counts_passes_and_shows_inner_bars(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with progress("Outer", shown=True):

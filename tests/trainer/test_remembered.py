@@ -70,7 +70,7 @@ def matrices(trainer: Any) -> dict[str, Tensor]:
     return {name: p.matrix for name, p in trainer.private_run.projectors_at(0).items()}
 
 
-def test_the_second_run_measures_nothing_and_has_the_same_p_and_rates(
+def test_a_second_run_reuses_the_measured_p_and_rates(
     tmp_path: Path, folder: Path, measured: list[str]
 ) -> None:
     one = begun(tmp_path / "one")
@@ -84,7 +84,7 @@ def test_the_second_run_measures_nothing_and_has_the_same_p_and_rates(
     assert shared[0] == shared[1] < len(matrices(one))
 
 
-def test_neither_p_nor_rates_depend_on_the_weights_of_a_head(
+def test_p_and_rates_do_not_depend_on_a_heads_weights(
     tmp_path: Path, folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = begun(tmp_path / "one")

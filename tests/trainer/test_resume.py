@@ -210,7 +210,7 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 0.97])
-def test_a_budgeted_run_keeps_its_noise_if_that_is_enough_for_the_accountant_here(
+def test_a_resumed_run_keeps_its_noise_if_it_suffices(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when it began with another version, or by another accountant."""
@@ -309,7 +309,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
         assert (saved.updates, saved.steps) == (8 - lost, 8)
 
 
-def test_the_epochs_of_a_run_that_skips_no_data_go_on(tmp_path: Path) -> None:
+def test_epochs_continue_in_a_run_that_skips_no_data(tmp_path: Path) -> None:
     settings = {"ignore_data_skip": True, "max_steps": 8, "logging_steps": 1}
     _, resumed = _stop_and_resume(tmp_path / "resumed", stop_at=4, **settings)
     whole = make_trainer(tmp_path / "whole", **SAVING | settings)

@@ -226,7 +226,7 @@ def test_rows_that_are_examples_are_not_warned_of(
         {"method": "adam", "noise_multiplier": None, "target_delta": None},
     ],
 )
-def test_who_names_the_unit_or_asks_for_no_privacy_is_not_warned(
+def test_runs_with_a_unit_or_without_privacy_are_not_warned(
     settings: dict[str, Any], loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert said(mapped(loaded, cut), tmp_path, caplog, **settings) == []
@@ -263,7 +263,7 @@ def windows(texts: Batch, step: int, size: int = 16) -> Batch:
 
 
 @pytest.mark.parametrize(("step", "alarm"), [(6, True), (16, False), (40, False)])
-def test_windows_that_overlap_are_warned_of_and_a_prompt_is_not(
+def test_a_warning_reports_overlapping_windows_but_not_shared_prompts(
     step: int, alarm: bool, loaded: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = Dataset.from_list(loaded.to_list()).map(

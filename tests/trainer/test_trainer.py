@@ -245,7 +245,7 @@ def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: 
         trainer.train()
 
 
-def test_early_stopping_on_public_data_stops_and_accounts_for_what_was_done(
+def test_early_stopping_on_public_data_accounts_for_the_steps_done(
     tmp_path: Path,
 ) -> None:
     trainer = make_trainer(
@@ -263,7 +263,7 @@ def test_early_stopping_on_public_data_stops_and_accounts_for_what_was_done(
 # ---- Saving and loading ----
 
 
-def test_every_parameter_is_trained_and_a_tied_model_is_loaded_as_it_is(tmp_path: Path) -> None:
+def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path: Path) -> None:
     model, examples = small("opt")
     watch, settings = Watch(), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(
@@ -487,7 +487,7 @@ def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Pa
     assert trainer.privacy_spent().epsilon == 0
 
 
-def test_the_optimizer_is_projected_adam_with_the_groups_of_the_host(tmp_path: Path) -> None:
+def test_the_optimizer_is_projected_adam_with_the_trainers_groups(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, weight_decay=0.1, adam_beta2=0.9)
     optimizer = trainer.create_optimizer()
     assert isinstance(optimizer, ProjectedOptimizer)
@@ -517,7 +517,7 @@ def test_training_without_a_training_set_is_refused_and_evaluation_works(tmp_pat
 
 
 @pytest.mark.parametrize(("size", "parts"), [(3, 2), (6, 1)])
-def test_texts_have_few_lengths_where_a_step_has_few_physical_batches(
+def test_few_physical_batches_have_few_padded_lengths(
     size: int, parts: int, tmp_path: Path
 ) -> None:
     settings = {"expected_batch_size": 12, "per_device_train_batch_size": size}
@@ -525,7 +525,7 @@ def test_texts_have_few_lengths_where_a_step_has_few_physical_batches(
     assert collate.collate_rows.grid.parts == parts
 
 
-def test_a_classifier_takes_the_names_of_its_labels_from_the_data(tmp_path: Path) -> None:
+def test_a_classifier_takes_its_label_names_from_the_data(tmp_path: Path) -> None:
     """And keeps its own, if it has some; ``pipeline()`` shows them."""
     batch = only("bert-classifier").batch(12)
     names = [f"kind {number}" for number in range(LABELS)]

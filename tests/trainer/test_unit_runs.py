@@ -259,7 +259,7 @@ def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_transform_that_moves_rows_of_a_batch_moves_none_of_a_unit(
+def test_a_transform_cannot_move_rows_between_units(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     releases = spy_releases(monkeypatch)

@@ -103,7 +103,7 @@ def test_a_committed_picture_is_that_of_its_notebook(path: Path) -> None:
     assert shown
 
 
-def test_the_page_shows_a_picture_of_each_notebook_and_links_to_it() -> None:
+def test_the_page_shows_and_links_a_picture_of_each_notebook() -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"!\[.+?\]\((.+?)\)", page)
     assert [name for name in named if not (FOLDER / name).exists()] == []
@@ -133,7 +133,7 @@ def test_what_a_notebook_claims_is_found_again(path: Path, tmp_path: Path) -> No
     assert all(content.startswith(b"\x89PNG") for _, content in pictures(path, notebook))
 
 
-def test_what_libraries_say_is_left_out_and_a_path_of_this_machine_is_refused(
+def test_library_messages_are_omitted_and_local_paths_are_refused(
     tmp_path: Path,
 ) -> None:
     said = "import os, sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n{'d': 1}"

@@ -84,7 +84,7 @@ def engine_of(model: nn.Module) -> PerSampleEngine:
         pytest.param(lambda size: torch.arange(size) == 17, 40, id="one of many"),
     ],
 )
-def test_a_model_that_treats_a_row_by_its_place_is_refused(
+def test_a_model_that_depends_on_row_positions_is_refused(
     which: Callable[[int], Tensor], size: int
 ) -> None:
     with pytest.raises(PrivacyError, match=r"position|couples"):

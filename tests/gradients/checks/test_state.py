@@ -191,7 +191,7 @@ class Reads:
         return self._file.read(1), self.scale * value, random.random(), np.random.rand()
 
 
-def test_a_file_that_is_opened_when_first_read_is_no_memory(tmp_path: Any) -> None:
+def test_opening_a_file_at_first_read_is_no_state(tmp_path: Any) -> None:
     (tmp_path / "data").write_bytes(b"abc")
     reads = Reads(tmp_path / "data")
     guard = StateGuard(train_dataset=reads)
@@ -323,7 +323,7 @@ def test_what_a_hook_remembers_is_seen(where: str) -> None:
             model.norm(torch.randn(2, 3))
 
 
-def test_a_change_in_place_is_seen_without_a_look_at_all_numbers() -> None:
+def test_a_change_in_place_is_seen_by_the_version_counter() -> None:
     model = Parent()
     guard = StateGuard(model=model)
     with pytest.raises(UnsupportedModelError, match="weight"), guard.unchanged():
@@ -368,7 +368,7 @@ def test_a_table_made_on_public_inputs_is_no_memory() -> None:
         warm(ids)
 
 
-def test_a_model_that_cannot_run_on_public_inputs_is_left_alone() -> None:
+def test_a_model_that_fails_on_public_inputs_is_not_probed() -> None:
     model = Parent()
     warm_up(model, iter([{"input_ids": torch.ones(2, 3)}]))
     warm_up(model, iter([]))

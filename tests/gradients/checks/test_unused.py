@@ -34,7 +34,7 @@ MAY_READ_MORE = ("Longformer", "LED", "XLNet")  # global_attention_mask, target_
 
 
 @pytest.mark.parametrize("entry", slow_but(QUICK, EVERY))
-def test_of_every_model_what_takes_no_part_is_frozen_and_nothing_else(entry: Row) -> None:
+def test_exactly_the_unused_parameters_of_each_model_are_frozen(entry: Row) -> None:
     model = entry.model()
     left_out = [
         name
@@ -139,7 +139,7 @@ LAYERS = ("experts.0", "experts.1", "experts.2", "last")
         ),
     ],
 )
-def test_an_expert_that_no_token_was_sent_to_is_not_frozen(how: str, frozen: list[str]) -> None:
+def test_an_expert_without_tokens_is_not_frozen(how: str, frozen: list[str]) -> None:
     """Nor if it is in use by others only; a layer that runs, and whose output is dropped, is."""
     model = Branching(how)
     found = freeze_unused(model, of_logits, [ids(0, 1), ids(1, 2)])
@@ -147,7 +147,7 @@ def test_an_expert_that_no_token_was_sent_to_is_not_frozen(how: str, frozen: lis
     assert all(not model.get_parameter(name).requires_grad for name in frozen)
 
 
-def test_nothing_is_frozen_by_inputs_that_lack_what_the_model_may_read() -> None:
+def test_nothing_is_frozen_if_public_inputs_lack_an_optional_input() -> None:
     model = Masking("no branch")
     assert freeze_unused(model, of_logits, [ids(0, 1)]) == []
     assert freeze_unused(model, of_logits, []) == []
@@ -168,7 +168,7 @@ def test_nothing_is_frozen_by_inputs_that_lack_what_the_model_may_read() -> None
         ("side", Parameter.empty, False),
     ],
 )
-def test_what_may_be_read_besides_is_told_by_the_names_in_forward(
+def test_optional_inputs_are_recognised_by_the_names_in_forward(
     named: str, default: Any, frozen: bool
 ) -> None:
     model = Branching("no branch")
@@ -183,7 +183,7 @@ def test_what_may_be_read_besides_is_told_by_the_names_in_forward(
     assert ("mask" in freeze_unused(model, of_logits, [ids(0, 1)])) == frozen
 
 
-def test_an_input_that_only_keywords_take_is_no_reason_to_leave_all_as_it_was() -> None:
+def test_catch_all_keywords_in_forward_do_not_prevent_freezing() -> None:
     class Open(Branching):
         def forward(self, input_ids: Tensor, **others: Any) -> dict[str, Tensor]:
             return super().forward(input_ids)
@@ -192,7 +192,7 @@ def test_an_input_that_only_keywords_take_is_no_reason_to_leave_all_as_it_was() 
 
 
 @pytest.mark.parametrize("name", ["T5, seq2seq LM", "Whisper, speech recognition"])
-def test_a_decoder_is_given_something_to_read_where_public_inputs_lack_it(name: str) -> None:
+def test_a_decoder_receives_tokens_if_public_inputs_have_none(name: str) -> None:
     entry = next(entry for entry in EVERY if str(entry) == name)
     model, batch = entry.model(), entry.batch(2)
     model.extra = nn.Parameter(torch.zeros(2))
@@ -200,7 +200,7 @@ def test_a_decoder_is_given_something_to_read_where_public_inputs_lack_it(name: 
     assert freeze_unused(model, loss_for(model), [batch]) == ["extra"]
 
 
-def test_layers_that_are_run_again_in_the_backward_pass_are_not_frozen() -> None:
+def test_layers_recomputed_in_the_backward_pass_are_not_frozen() -> None:
     entry = next(entry for entry in EVERY if str(entry) == "Llama, causal LM")
     model = entry.model(use_cache=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})

@@ -76,7 +76,7 @@ def samples_of(inputs: Batch) -> list[Batch]:
         "Llama + prefix tuning, causal LM",  # which has no positions of its own
     ],
 )
-def test_each_head_equals_the_models_own_loss_for_a_batch_of_one(name: str) -> None:
+def test_each_head_equals_the_models_loss_for_one_example(name: str) -> None:
     """Those that ``test_models.py`` leaves to the slow tests."""
     model, inputs = row(name).model(), row(name).batch(B)
     losses = per_sample(model, inputs)
@@ -106,7 +106,7 @@ def test_every_problem_type_equals_the_models_own_loss(problem: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2, causal LM", "T5, seq2seq LM"])
-def test_the_mean_runs_over_a_samples_own_targets_and_is_zero_without_any(name: str) -> None:
+def test_the_mean_is_over_a_samples_targets_or_zero(name: str) -> None:
     model, inputs = row(name).model(), row(name).batch(B)
     loss = loss_for(model)
     model_inputs, labels = split(loss, inputs)
@@ -143,7 +143,7 @@ def test_the_loss_of_a_spoken_text_is_the_models_own(masked: bool, reduction: st
 
 
 @pytest.mark.parametrize("zero", [True, False])
-def test_a_text_that_does_not_fit_into_its_sound_counts_as_the_model_says(zero: bool) -> None:
+def test_a_text_too_long_for_ctc_has_the_models_loss(zero: bool) -> None:
     entry = next(entry for entry in rows(WIDE) if str(entry) == "Wav2Vec2, CTC")
     model = entry.model(ctc_zero_infinity=zero).eval()
     inputs = entry.batch(2)
@@ -154,7 +154,7 @@ def test_a_text_that_does_not_fit_into_its_sound_counts_as_the_model_says(zero: 
     torch.testing.assert_close(losses, own(model, inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_masks_that_a_model_draws_in_every_pass_are_asked_for() -> None:
+def test_a_model_that_draws_masks_requires_them_as_inputs() -> None:
     entry = next(entry for entry in rows(WIDE) if entry.family.name == "MAE")
     model, inputs = entry.model(), entry.batch(B)
     torch.testing.assert_close(per_sample(model, inputs), own(model, inputs))
@@ -166,9 +166,7 @@ def test_masks_that_a_model_draws_in_every_pass_are_asked_for() -> None:
 @pytest.mark.parametrize(
     ("name", "shifts"), [("GPT-2, causal LM", True), ("BART's decoder, causal LM", False)]
 )
-def test_a_causal_loss_predicts_the_first_token_only_if_the_user_shifts_the_labels(
-    name: str, shifts: bool
-) -> None:
+def test_causal_loss_skips_the_first_token_if_it_shifts_labels(name: str, shifts: bool) -> None:
     model, inputs = row(name).model(), row(name).batch(B)
     before = per_sample(model, inputs)
     inputs["labels"][:, 0] = 7
@@ -204,7 +202,7 @@ def test_decoder_inputs_are_made_from_labels_unless_they_are_given(name: str) ->
     torch.testing.assert_close(per_sample(model, given), own(model, given), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_generates_without_a_decoder_of_its_own_is_refused() -> None:
+def test_a_generation_model_that_is_no_encoder_decoder_is_refused() -> None:
     model = type("ToyForConditionalGeneration", (nn.Module,), {})()
     with pytest.raises(
         UnsupportedModelError, match="ToyForConditionalGeneration is no encoder-dec"
@@ -286,7 +284,7 @@ def test_a_prompt_whose_loss_is_weighed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("suffix", UNKNOWN_LOSSES)
-def test_a_name_that_only_looks_known_is_refused_with_the_reason(suffix: str) -> None:
+def test_a_head_name_without_known_loss_is_refused_with_reason(suffix: str) -> None:
     with pytest.raises(UnsupportedModelError, match=re.escape(UNKNOWN_LOSSES[suffix])):
         loss_for(type(f"Toy{suffix}", (nn.Module,), {})())
 
@@ -313,7 +311,7 @@ def test_labels_for_other_positions_than_the_models_are_refused(shape: tuple[int
 
 
 @pytest.mark.parametrize("shape", [(), (3, 1), (4,)])
-def test_a_loss_of_any_shape_but_one_per_sample_is_refused(shape: tuple[int, ...]) -> None:
+def test_a_loss_without_one_value_per_sample_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(PrivacyError) as error:
         checked(torch.zeros(shape), 3)
     kind = "tensor of another length" if len(shape) == 1 else f"{len(shape)}-dimensional tensor"
@@ -389,7 +387,7 @@ class Engine(PerSampleEngine):
         ("not at all", [], []),
     ],
 )
-def test_logits_are_left_out_only_where_the_model_takes_one_row_per_position(
+def test_logits_are_left_out_only_with_one_row_per_position(
     use: str, rows: list[int], again: list[int]
 ) -> None:
     model = ToyForCausalLM(use)
@@ -421,7 +419,7 @@ def test_nothing_is_gathered_where_most_positions_have_a_label() -> None:
     assert model.rows == [8]
 
 
-def test_the_hook_is_gone_after_a_pass_even_if_it_failed() -> None:
+def test_the_hook_is_removed_even_after_a_failed_pass() -> None:
     model = ToyForCausalLM("once")
     labels = torch.full((B, 8), -100)
     with pytest.raises(ZeroDivisionError), LabelledPositions(loss_for(model), labels):

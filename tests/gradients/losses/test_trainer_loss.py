@@ -117,7 +117,7 @@ def test_a_loss_of_the_trainers_own_is_what_is_trained(
     assert own.evaluate(points(seed=1))["eval_loss"] > 0
 
 
-def test_a_loss_of_the_trainers_own_needs_no_model_whose_loss_is_known(tmp_path: Path) -> None:
+def test_a_trainers_loss_works_for_models_of_unknown_loss(tmp_path: Path) -> None:
     class Tiny(TinyForSequenceClassification):
         """Has no suffix that tells its loss."""
 
@@ -181,7 +181,7 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused(
     assert trainer.ledger.steps == 0
 
 
-def test_class_weights_are_seen_where_all_examples_that_are_tried_have_one_class(
+def test_class_weights_are_noticed_even_if_examples_share_a_class(
     tmp_path: Path,
 ) -> None:
     same = points()
@@ -212,7 +212,7 @@ class AddsATermForSequenceClassification(TinyForSequenceClassification):
 
 
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_a_term_that_the_model_adds_to_its_loss_is_refused(engine: str, tmp_path: Path) -> None:
+def test_a_term_added_to_the_models_loss_is_refused(engine: str, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=AddsATermForSequenceClassification(), engine=engine)
     with pytest.raises(UnsupportedModelError, match="adds a term to its loss"):
         trainer.train()
@@ -231,9 +231,7 @@ class RoundsForSequenceClassification(TinyForSequenceClassification):
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_a_loss_that_is_rounded_as_autocast_does_passes_under_autocast(
-    bf16: bool, tmp_path: Path
-) -> None:
+def test_a_loss_rounded_to_16_bits_passes_only_under_autocast(bf16: bool, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model=RoundsForSequenceClassification(), bf16=bf16)
     with nullcontext() if bf16 else pytest.raises(UnsupportedModelError, match="adds a term"):
         trainer.train()
@@ -261,7 +259,7 @@ def test_looking_at_the_models_own_loss_leaves_its_config_alone() -> None:
     assert model.config.problem_type is None
 
 
-def test_a_model_without_a_loss_of_its_own_is_taken_as_it_is() -> None:
+def test_a_model_without_a_loss_is_accepted() -> None:
     class ForSequenceClassification(nn.Module):
         def __init__(self) -> None:
             super().__init__()

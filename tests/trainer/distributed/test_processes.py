@@ -269,7 +269,7 @@ def test_processes_that_do_not_know_each_other_are_refused(
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
 
 
-def test_a_process_group_that_is_made_after_the_trainer_is_refused(tmp_path: Path) -> None:
+def test_a_process_group_created_after_the_trainer_is_refused(tmp_path: Path) -> None:
     """Each process would draw by itself, and the two draws be added up with the noise of one."""
     trainer = make_trainer(tmp_path)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
