@@ -1,12 +1,16 @@
-"""Choices that a user need not make: batch, steps, trained layers, the input of a new head, rates.
+"""Default hyperparameters: batch size, steps, trained parameters, optimizer and learning rates.
 
-All of it follows from N, epsilon, delta, passes over the data, the model and inputs that are
-nobody's: no example has a say, so none of it costs privacy. The measure behind the rates is that
-the noise of a whole run is known before it begins. What it does alone to what a model makes of its
-inputs can be seen without data, and a rate is the largest at which that is bearable.
+All choices are functions of N, epsilon, delta, the number of epochs, the model and public inputs.
+No training example is read, so the choices cost no privacy. The README of this subpackage gives the
+reasons, and ``recipes/studies`` the experiments.
+
+``parts`` chooses the trained parameters, the optimizer and the schedule. ``rates`` computes the
+learning rates: the noise of a whole run is known before it begins, so its effect on the model can
+be measured on public inputs. ``warnings`` lists settings that cannot work, and ``formatting``
+prints the choices.
 """
 
-from dp_grape_hf.choosing.hopeless import FIRST_POSITION, objections
+from dp_grape_hf.choosing.formatting import rates_line, run_tables
 from dp_grape_hf.choosing.parts import (
     average_at_first,
     clipped_apart,
@@ -29,7 +33,7 @@ from dp_grape_hf.choosing.rates import (
     steps_of,
     walk_of_noise,
 )
-from dp_grape_hf.choosing.words import described, tabulated
+from dp_grape_hf.choosing.warnings import FIRST_POSITION, rate_warnings
 
 __all__ = [
     "FIRST_POSITION",
@@ -38,20 +42,20 @@ __all__ = [
     "Rates",
     "average_at_first",
     "clipped_apart",
-    "described",
     "is_head",
     "is_new_at_first",
     "is_pretrained",
     "measure",
     "measure_norms",
-    "objections",
     "output_layer",
     "push_of_signal",
+    "rate_warnings",
+    "rates_line",
     "reading_numbers",
     "rule_and_rank",
+    "run_tables",
     "schedule",
     "steps_of",
-    "tabulated",
     "train_matrices_only",
     "walk_of_noise",
 ]

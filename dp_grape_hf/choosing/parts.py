@@ -1,4 +1,4 @@
-"""The parts of a model that are trained, and the input of a new head."""
+"""Choose the trained parameters of a model, the optimizer, and the input of a new head."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.projections import MATRIX_LAYERS, accepted, on_inputs, output_embeddings
 
-_OVER_RESIDUAL = 10.0  # times what the first position had before
+_OVER_RESIDUAL = 10.0  # size of the average, relative to the residual of the first position
 
 
 def is_pretrained(model: Any) -> bool:
-    """Whether weights come from somewhere.
+    """Return whether the weights of a model are pretrained.
 
-    Weights of norms begin as a constant, and training moves them. The name that a model was loaded
-    by says less: one that is made of a configuration from the Hub has it too. It counts where there
-    are no norms.
+    The weights of normalization layers are initialised as a constant, and training changes them. If
+    there are no such layers, a model counts as pretrained if it has a ``name_or_path``. This name
+    is less reliable: a model that was made from a configuration on the Hub has it too.
     """
     norms = [m for m in model.modules() if "Norm" in type(m).__name__]
     weights = [weight for m in norms if isinstance(weight := getattr(m, "weight", None), Tensor)]
@@ -32,38 +32,35 @@ def is_pretrained(model: Any) -> bool:
 
 
 def rule_and_rank(*, pretrained: bool) -> dict[str, Any]:
-    """Returns the rule and the rank in principal directions, as options of these names.
+    """Return the options ``update_rule`` and ``projection_rank`` for principal directions.
 
-    Pretrained weights move in few directions, by what many noisy releases agree on: TREC, epsilon
-    2: momentum 85.7 %, Adam 78.2; rank 4 87.1, 16 85.3. Rank 1 has what 4 has: 0.1 points less in
-    15 pairs of runs of seven tasks, 0.5 the error. Fresh ones move in more, and momentum has them
-    overshoot. Digits, epsilon 2: SGD 88.5 %, momentum 80.9, Adam 81.6, each at its own rate.
+    Pretrained weights move in few directions, so a small rank suffices, and momentum averages the
+    noise of several updates. Random weights move in more directions, and momentum overshoots.
     """
     rule, rank = ("momentum", 4) if pretrained else ("sgd", 16)
     return {"update_rule": rule, "projection_rank": rank}
 
 
 def schedule(*, pretrained: bool) -> str:
-    """Returns how the rate changes over the run, an ``lr_scheduler_type``.
+    """Return the schedule of the learning rate, an ``lr_scheduler_type``.
 
-    Where noise limits, all releases say much the same, and to weigh them alike leaves the least
-    noise beside the signal: a rate that falls to 0 has 15 % more. TREC, epsilon 1: 88.7 %, falling
-    86.9. Steps limit fresh weights, which settle as these shrink: digits, epsilon 2: 81.6 %,
-    falling 87.7. A warm-up that is asked for is kept.
+    For pretrained weights, noise is the limit. Equal weights for all private updates then leave the
+    least noise in their sum, so the learning rate is constant; a warm-up that you pass is kept.
+    Random weights are limited by the length of a step, and converge as the steps become shorter.
     """
     return "constant_with_warmup" if pretrained else "linear"
 
 
 @torch.no_grad()
 def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """Returns name and module of the linear layer that runs last: logits come from it.
+    """Return the name and the module of the linear layer that runs last, which computes the logits.
 
     Args:
-        model: in evaluation mode.
-        batch: inputs that are no example's.
+        model: the model, in evaluation mode.
+        batch: public inputs.
 
     Raises:
-        ValueError: if none runs.
+        ValueError: if no linear layer runs.
     """
     ran: list[tuple[str, nn.Module]] = []
     hooks = [
@@ -83,14 +80,14 @@ def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Mo
 
 @torch.no_grad()
 def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a model returns what a layer puts out: logits, or a number.
+    """Return whether a model returns the output of a layer: logits, or a number.
 
-    The last layer of a model that returns a similarity, say, is a part of its body.
+    If a model returns something else, such as a similarity, its last layer is a part of the body.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
         layer: the linear layer that runs last.
-        batch: inputs that are no example's.
+        batch: public inputs.
     """
     read: Any = layer  # Conv1D has nf
     width = int(layer.out_features if isinstance(layer, nn.Linear) else read.nf)
@@ -133,22 +130,21 @@ def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
 
 
 def train_matrices_only(model: Any, output: str) -> list[str]:
-    """Freezes all but the matrices of the linear layers and the layer that logits come from.
+    """Freeze all parameters except the matrices of linear layers and the layer of the logits.
 
-    A table of embeddings is most of a model's numbers and of its noise, and few examples say
-    anything of it; the first principal directions of a matrix move its outputs as a bias would.
-    With all else frozen TREC has 89.9 %, with biases and norms 88.1, with embeddings in principal
-    directions 89.7.
+    A table of embeddings has most of a model's parameters, so it receives most of the noise, and
+    few examples have a gradient there. The first principal directions of a matrix can move the
+    layer's output as a bias would.
 
-    A model of which the user froze anything is left as it is, and so is one without pretrained
-    weights, whose embeddings say nothing yet.
+    A model in which you froze a parameter is not changed. Neither is a model without pretrained
+    weights, because its embeddings must be trained.
 
     Args:
-        model: may have parameters that are frozen.
-        output: name of the layer that logits come from.
+        model: the model; it may have frozen parameters.
+        output: the name of the layer that computes the logits.
 
     Returns:
-        The names of the frozen parameters.
+        The names of the parameters that this function froze.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     vocabulary = output_embeddings(model)
@@ -165,21 +161,19 @@ def train_matrices_only(model: Any, output: str) -> list[str]:
 
 
 def clipped_apart(model: nn.Module, output: str) -> str | None:
-    """Returns the name of a new head whose gradient is clipped apart from that of all else.
+    """Return the name of a new head that must be clipped separately from all other parameters.
 
-    How long the gradient of a pretrained body is, beside that of its head, changes as the head
-    grows, from two to twenty times. Clipped together, the body would leave the head next to
-    nothing of C, or need a factor that no other model has use for. Clipped apart, each has the
-    same for the whole run. With it, and features evened out, at epsilon 2: SmolLM2 on SST-2 88.6 %,
-    with 0.3 of the body's gradient 81.6; Whisper on spoken digits 98.5, with 0.3 of it 77.3.
+    The gradient of a pretrained body is two to twenty times as long as the gradient of its head,
+    and the ratio changes as the head grows. If they were clipped together, the body would leave
+    little of C to the head. If they are clipped separately, their shares of C stay constant.
 
     Args:
-        model: what is not trained is frozen.
-        output: name of the layer that logits come from.
+        model: the model; parameters that are not trained are frozen.
+        output: the name of the layer that computes the logits.
 
     Returns:
-        None if the head is no layer of its own, nothing else is trained, or the weights come from
-        nowhere.
+        None if the head is not a separate layer, if nothing else is trained, or if the weights are
+        not pretrained.
     """
     head = model.get_submodule(output)
     if output_embeddings(model) is head or not is_pretrained(model):
@@ -189,29 +183,28 @@ def clipped_apart(model: nn.Module, output: str) -> str | None:
     return output if trained == {True, False} else None
 
 
-# ---- Where a new head reads ----
+# ---- The input of a new head ----
 
 
 @torch.no_grad()
 def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> str | None:
-    """Lets a new head on the first position of a text encoder read an average over the text.
+    """Make a new head that reads the first position of a text encoder read an average of all.
 
-    An encoder that was trained for something else has little of a text's meaning at its first
-    position, and bringing it there takes more of the body than an epsilon allows. So the last layer
-    becomes an average: with queries that are zero it attends to all positions alike, its values are
-    what it is given, and its feed-forward part adds nothing; a pooler behind it passes that on. The
-    model's class and configuration stay, and training may move all of it. A linear probe of MiniLM
-    has 71.4 % of TREC (73.8 of SST-2) at the first position as it was and 91.4 (79.4) then; at the
-    mean of the last layer's outputs, 88.4 (77.7).
+    The first position of an encoder without a pretrained head contains little of a text's meaning,
+    and training would need more private updates than the budget allows to change this. So this
+    function sets the weights of the last layer: with queries of zero it attends equally to all
+    positions, its values are its inputs, and its feed-forward part adds nothing. A pooler behind it
+    becomes the identity. The class and the configuration of the model do not change, and training
+    may change all these weights.
 
     Args:
-        model: in evaluation mode.
-        output: the layer that logits come from.
-        batch: inputs that are no example's.
+        model: the model, in evaluation mode.
+        output: the layer that computes the logits.
+        batch: public inputs.
 
     Returns:
-        The name of that layer; None if the head is not new, does not read the first position of a
-        text encoder, or the layers are made as none of those that are known.
+        The name of the last layer. None if the head is not new, if it does not read the first
+        position of a text encoder, or if the structure of the layers is unknown.
     """
     body, last = _body(model), None
     names: tuple[str, ...] = ()
@@ -238,12 +231,12 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
 
 @torch.no_grad()
 def is_new_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether a head is new, and reads the first position of a pretrained text encoder.
+    """Return whether a head is new and reads the first position of a pretrained text encoder.
 
     Args:
-        model: in evaluation mode, with PEFT around it or without.
-        output: the layer that logits come from.
-        batch: inputs that are no example's.
+        model: the model, in evaluation mode, with or without a PEFT adapter.
+        output: the layer that computes the logits.
+        batch: public inputs.
     """
     bias, body = getattr(output, "bias", None), _body(model)
     is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
@@ -257,7 +250,7 @@ def _body(model: Any) -> Any:
     return getattr(base, getattr(base, "base_model_prefix", "") or "-", None)
 
 
-# In a layer: queries, values, what mixes the heads, what ends the feed-forward part, two norms.
+# Parts of a layer: queries, values, output projections of attention and feed-forward, two norms.
 _NAMES = (
     # BERT, RoBERTa, ELECTRA, XLM-RoBERTa, CamemBERT
     (
@@ -283,7 +276,7 @@ _NAMES = (
 
 
 def _last_layer(body: Any) -> tuple[Any, tuple[str, ...]]:
-    """Returns the last layer of a text encoder and the names in it, if it is one of those above."""
+    """Return the last layer of a text encoder and its part names from ``_NAMES``, if known."""
     for stack in (getattr(body, "encoder", None), getattr(body, "transformer", None)):
         layers = getattr(stack, "layer", None)
         if isinstance(layers, nn.ModuleList) and len(layers) and (names := _names_in(layers[-1])):
@@ -292,7 +285,7 @@ def _last_layer(body: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def _names_in(layer: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parts of a layer; none, if it is made otherwise."""
+    """Return the names of the parts of a layer; empty if its structure is unknown."""
     modules = dict(layer.named_modules())
     for names in _NAMES:
         parts = [modules.get(name) for name in names]
@@ -303,7 +296,7 @@ def _names_in(layer: nn.Module) -> tuple[str, ...]:
 
 
 def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Whether logits depend on a whole text, but by its first position alone."""
+    """Return whether logits depend on the whole text, but only by the first position."""
     ids = batch.get("input_ids")
     if ids is None or ids.dim() != 2 or ids.shape[1] < 4:
         return False

@@ -36,14 +36,14 @@ from dp_grape_hf.phases import advance
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
 
 DRIFT = 0.6
-"""Of a body: relative change of centred features that a rate is chosen for. Noise alone may make
-it over the run, and signal alone in one step."""
+"""The largest relative change of the body's centred features: by the noise of the whole run, or by
+the signal of one step."""
 
 NOISE, STABILITY, GIVEN = "noise", "stability", "your choice"
 """The limits of a learning rate."""
 
 _HEAD_STEP = 25.0
-"""Times the noise that an output is to have: how far a step of nothing but signal may move it."""
+"""The largest move of an output in a step of nothing but signal, in units of its noise."""
 
 
 class Output(NamedTuple):
@@ -54,21 +54,18 @@ class Output(NamedTuple):
 
 
 LOGIT = Output("a logit", 1.2)
-"""MiniLM's head alone, TREC and SST-2 at epsilon 1, 2, 6, 24 seeds: within 0.4 points of the best
-of 0.3 to 4 everywhere."""
+"""The output of a classifier."""
 NUMBER = Output("a number", 0.2)
-"""Of a regression, whose labels are taken to be about 1. MiniLM's head alone, the five classes of
-SST-5 as numbers, scaled to a deviation of 0.5 to 3, epsilon 1, 2, 6, 3 seeds: a correlation within
-0.07 of the best of 0.05 to 0.3 everywhere; at 1.2 it is 0.47 where the best is 0.60."""
+"""The output of a regression, whose labels should be about 1."""
 
 FRESH_WALK, FRESH_STEP = 2.7, 0.15
-"""Of a model without pretrained weights, in units of weights that pass on what they are given at
-its size: the most that the noise of a run adds to a number, and that a step of nothing but signal
-moves all."""
+"""Limits for a model without pretrained weights: the noise that a run may add to a parameter, in
+units of a weight that keeps the size of its input, and the length of a step of nothing but signal,
+in units of the norm of such weights."""
 
-_NUMBERS = 512  # that are walked, of which a standard deviation is taken
-_TRIES, _CLOSE = 12, 0.03
-_START = 0.1  # of the norm of a weight: the first move that is tried
+_NUMBERS = 512  # simulated parameters, from which a standard deviation is computed
+_TRIES, _CLOSE = 12, 0.03  # of a search, and the relative error at which it ends
+_START = 0.1  # first move of a search, in units of the norm of a weight
 
 
 def walk_of_noise(
@@ -78,16 +75,17 @@ def walk_of_noise(
     schedule: Sequence[float],
     bands: Sequence[float] = (1.0,),
 ) -> float:
-    """Returns how far the noise of a run takes a number, as a standard deviation, at a rate of 1.
+    """Return the standard deviation that the noise of a run adds to a parameter, at rate 1.
 
-    The rule itself is run, on noise.
+    The update rule runs on random noise.
 
     Args:
         rule: a name in ``UPDATE_RULES``.
-        settings: its own.
-        std: of the noise in each number of a private gradient, before it is correlated.
-        schedule: what the rate is multiplied by at each step.
-        bands: the coefficients that it is correlated with over steps.
+        settings: the settings of the rule.
+        std: the standard deviation of the noise in each element of a private update, before it is
+            correlated.
+        schedule: the factor of the learning rate at each step.
+        bands: the coefficients of correlated noise; (1.0,) for independent noise.
     """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(len(schedule), _NUMBERS, generator=generator) * std
@@ -99,13 +97,13 @@ def walk_of_noise(
 def push_of_signal(
     rule: str, settings: Mapping[str, Any], sizes: Tensor, schedule: Sequence[float]
 ) -> Tensor:
-    """Returns how far a run with constant gradients moves numbers, at a rate of 1.
+    """Return the distance that constant gradients move parameters in a run, at a rate of 1.
 
     Args:
         rule: a name in ``UPDATE_RULES``.
-        settings: its own.
-        sizes: of the gradients.
-        schedule: what the rate is multiplied by at each step.
+        settings: the settings of the rule.
+        sizes: the gradients, any shape.
+        schedule: the factor of the learning rate at each step.
 
     Returns:
         The distances, of the shape of ``sizes``.
@@ -118,15 +116,15 @@ class Group(NamedTuple):
 
     name: str
     parameters: tuple[str, ...]
-    numbers: int  # that meet noise
-    rate: float
-    noise: float  # norm of the noise in a release
-    most: float  # norm that the signal in a release can have at most
-    effect: float  # of the noise of the whole run: the drift of features, or in the output
-    limit: str = GIVEN  # of the rate
+    numbers: int  # elements to which noise is added
+    rate: float  # learning rate
+    noise: float  # norm of the noise in a private update
+    most: float  # largest norm of the signal in a private update
+    effect: float  # of the noise of the whole run: relative change, or noise in the output
+    limit: str = GIVEN  # the bound that limits the rate
     output: Output | None = None  # of a head
-    changes: str = "features"  # what the effect is relative to, without an output
-    reach: float = math.inf  # of a head: how far signal can move its output, if all is signal
+    changes: str = "features"  # the quantity that ``effect`` is relative to, without an output
+    reach: float = math.inf  # largest move of a head's output in the run, without noise
 
 
 class Rates(NamedTuple):
@@ -135,21 +133,21 @@ class Rates(NamedTuple):
     by_name: dict[str, float]
     body: Group | None
     head: Group | None
-    fresh: bool  # whether the weights come from nowhere
+    fresh: bool  # whether the weights are random, not pretrained
 
     @property
     def groups(self) -> list[Group]:
-        """Those that there are."""
+        """The groups that exist, of body and head."""
         return [group for group in (self.body, self.head) if group is not None]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what JSON can hold, and ``from_dict`` reads."""
+        """Return the rates as JSON data for ``from_dict``."""
         body, head = (group and group._asdict() for group in (self.body, self.head))
         return self._asdict() | {"body": body, "head": head}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Rates:
-        """Returns the rates that ``to_dict`` made this of."""
+        """Return the rates from the result of ``to_dict``."""
         return cls(**{**content, "body": _group(content["body"]), "head": _group(content["head"])})
 
 
@@ -164,13 +162,13 @@ class Noise(NamedTuple):
     """The noise that a run will add to one parameter."""
 
     parameter: nn.Parameter
-    std: float  # of the noise in each number of a release
-    walk: float  # of each number over the run, at a rate of 1
+    std: float  # standard deviation of the noise in each element of a private update
+    walk: float  # standard deviation of each element after the run, at a rate of 1
     projector: Projector | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers that meet noise."""
+        """The shape of the gradient to which noise is added."""
         own = self.parameter.shape
         return own if self.projector is None else self.projector.coordinate_shape(own)
 
@@ -190,24 +188,24 @@ def measure(
     regresses: bool = False,
     has_head: bool = True,
 ) -> Rates:
-    """Chooses rates, or says what given ones do.
+    """Choose learning rates, or measure the effect of given ones.
 
-    The weights are moved for that, and put back.
+    The weights are moved for the measurement, and restored.
 
     Args:
-        model: in evaluation mode.
-        output: name and module of the layer that logits come from.
-        batches: inputs that are no example's; a few suffice.
-        noise: parameter name -> its noise, of all that is trained.
-        most: parameter name -> the norm of the signal in a release at most, of all that it is
-            clipped with.
-        push: how far gradients that stay move numbers over the run, at a rate of 1.
-        steps: of the run, each counted as the schedule has it.
-        rates: by parameter name, if they are given.
-        fresh: whether the weights come from nowhere.
-        factors: parameter name -> factor on its rate, which is the user's.
-        regresses: whether the head puts out numbers that labels are, and no logits.
-        has_head: whether the layer is a head, whose outputs the model returns.
+        model: the model, in evaluation mode.
+        output: the name and the module of the layer that computes the logits.
+        batches: public inputs; a few suffice.
+        noise: parameter name -> its noise, for all trained parameters.
+        most: parameter name -> the largest norm of the signal in a private update, over all
+            parameters that are clipped together with it.
+        push: returns how far constant gradients move parameters in the run, at a rate of 1.
+        steps: the sum of the schedule's factors over the run.
+        rates: parameter name -> learning rate, if you pass rates.
+        fresh: whether the weights are random, not pretrained.
+        factors: parameter name -> your factor of its learning rate.
+        regresses: whether the head predicts numbers instead of logits.
+        has_head: whether the model returns the output of the layer.
     """
     factors = factors or {}
     name, layer = output
@@ -237,7 +235,7 @@ def measure(
         lower = one or bound()
         return given(part, lower.rate), lower.limit
 
-    @cache  # the last try of a search is the effect that is reported
+    @cache  # the result of a search's last try is reported as the effect
     def drift_of_noise(by_name: tuple[tuple[str, float], ...]) -> float:
         return features.drift(_random({n: body[n].walk * rate for n, rate in by_name}, body))
 
@@ -262,7 +260,7 @@ def measure(
         effect = drift_of_noise((*own.items(),))
         groups["body"] = _group_of("body", body, own, most, limit, effect)
     if head:
-        walk, width = _walk(head), math.sqrt(before.shape[1])  # its gradient is along its input
+        walk, width = _walk(head), math.sqrt(before.shape[1])  # the gradient is along the input
         longest = torch.tensor([max(most[n] for n in head) / width])
         reach = float(push(longest)) * width * size  # at a rate of 1
 
@@ -288,19 +286,19 @@ def measure_norms(
     fresh: bool,
     factors: Mapping[str, float] | None = None,
 ) -> Rates:
-    """Chooses one rate by norms alone, for a model that cannot be run on synthetic inputs.
+    """Choose one learning rate by norms, for a model that cannot run on synthetic inputs.
 
-    The two bounds are those of weights: the noise of the run, and a step of nothing but signal,
-    change them by ``DRIFT`` of their norm at most.
+    The noise of the run, and a single step of nothing but signal, may each change the weights by
+    ``DRIFT`` of their norm.
 
     Args:
         model: the model.
-        noise: parameter name -> its noise, of all that is trained.
-        most: parameter name -> the norm of the signal in a release at most.
-        push: how far gradients that stay move numbers over the run, at a rate of 1.
-        steps: of the run, each counted as the schedule has it.
-        fresh: whether the weights come from nowhere.
-        factors: parameter name -> factor on its rate, which is the user's.
+        noise: parameter name -> its noise, for all trained parameters.
+        most: parameter name -> the largest norm of the signal in a private update.
+        push: returns how far constant gradients move parameters in the run, at a rate of 1.
+        steps: the sum of the schedule's factors over the run.
+        fresh: whether the weights are random, not pretrained.
+        factors: parameter name -> your factor of its learning rate.
     """
     norm = math.sqrt(_squared(noise))
     walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
@@ -317,7 +315,7 @@ def measure_norms(
 
 
 def _lifted(own: Noise) -> float:
-    """Returns the squared norm of lifted noise of variance 1."""
+    """Return the squared norm of lifted noise of variance 1."""
     numbers = math.prod(own.shape)
     if own.projector is None:
         return float(numbers)
@@ -346,21 +344,22 @@ def _group_of(
 
 
 class _Bound(NamedTuple):
-    """A rate, and what limits it."""
+    """A learning rate, and the name of the bound that limits it."""
 
     rate: float
     limit: str
 
     @classmethod
     def lower(cls, noise: float, stability: float) -> _Bound:
-        """Returns the lower one of two rates."""
+        """Return the lower one of two rates."""
         return cls(stability, STABILITY) if stability < noise else cls(noise, NOISE)
 
 
 def _reaching(drift: Callable[[float], float], start: float) -> float:
-    """Returns the rate at which the drift is the one that is wanted.
+    """Return the learning rate at which the drift equals ``DRIFT``.
 
-    Drift is about a power of the rate: 1 where it is small (2 of two factors), less as it nears 1.
+    The drift is about a power of the rate. The power is 1 if the drift is small (2 for a product of
+    two trained factors), and smaller if the drift is close to 1.
     """
     rate, low, high, power = start, 0.0, math.inf, 1.0
     known: tuple[float, float] | None = None
@@ -385,14 +384,14 @@ def _of_fresh(
     push: Callable[[Tensor], Tensor],
     steps: float,
 ) -> _Bound:
-    """Returns the one rate of a model without pretrained weights.
+    """Return the learning rate of a model without pretrained weights, for all parameters.
 
-    Its measure is not what the weights are at the start, which may be too small for a few noisy
-    steps, but the usual 1 / sqrt(n) of weights with n inputs.
+    Its unit is the usual 1 / sqrt(n) of weights with n inputs. The initial weights may be smaller,
+    too small for a few noisy steps.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, MATRIX_LAYERS)]
     outputs = sum(m.out_features if isinstance(m, nn.Linear) else m.nf for m in layers)
-    norm = math.sqrt(outputs)  # m n numbers of variance 1 / n
+    norm = math.sqrt(outputs)  # of m n elements of variance 1 / n
     size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
     step = _step_of_signal(noise, most, push, steps)
     walk = max(own.walk for own in noise)
@@ -402,7 +401,7 @@ def _of_fresh(
 def _step_of_signal(
     noise: Iterable[Noise], most: float, push: Callable[[Tensor], Tensor], steps: float
 ) -> float:
-    """Returns how long a step of nothing but signal is, at a rate of 1."""
+    """Return the length of a step of nothing but signal, at a rate of 1."""
     root = math.sqrt(sum(math.prod(own.shape) for own in noise))
     return float(push(torch.tensor([most / root]))) * root / steps
 
@@ -410,9 +409,15 @@ def _step_of_signal(
 def steps_of(
     gradients: Mapping[str, Tensor], push: Callable[[Tensor], Tensor], steps: float
 ) -> dict[str, Tensor]:
-    """Returns the move of weights in a step of a run with constant gradients, at a rate of 1.
+    """Return the change of weights in one step of a run with constant gradients, at a rate of 1.
 
-    A rule treats all numbers alike. So it is run on a table of sizes, which is read in between.
+    An update rule treats all elements alike. So it runs on a table of sizes, and the results are
+    interpolated.
+
+    Args:
+        gradients: parameter name -> constant gradient.
+        push: returns how far constant gradients move parameters in the run, at a rate of 1.
+        steps: the sum of the schedule's factors over the run.
     """
     largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
     if not largest:
@@ -432,12 +437,12 @@ def _root_mean_square(part: Mapping[str, Noise]) -> float:
 
 
 def _squared(part: Mapping[str, Noise]) -> float:
-    """Returns the squared norm of all weights together."""
+    """Return the squared norm of all weights together."""
     return sum(float(own.parameter.detach().float().square().sum()) for own in part.values())
 
 
 class _Shown(Exception):
-    """Ends a pass that has shown what it was for: the logits of large vocabularies take long."""
+    """Ends a forward pass before the logits, which take long for large vocabularies."""
 
 
 class _Features:
@@ -445,7 +450,7 @@ class _Features:
 
     Args:
         model: in evaluation mode.
-        layer: that logits come from.
+        layer: the layer that computes the logits.
         inputs: synthetic inputs.
         body: parameter name -> its noise, of the parameters that are moved.
 
@@ -464,10 +469,10 @@ class _Features:
         self.before = self._all()
 
     def drift(self, moves: Iterable[tuple[str, Tensor]]) -> float:
-        """Returns how far moves of weights take centred features, in units of their norm.
+        """Return the change of the centred features after moves of weights, divided by their norm.
 
         Args:
-            moves: parameter names, and the move of each in the space that noise is added in.
+            moves: (parameter name, move) pairs. The moves have the shape of the private gradients.
         """
         with _moved_by(moves, self._body):
             after = self._all()
@@ -476,13 +481,13 @@ class _Features:
         return found if math.isfinite(found) else math.inf
 
     def signal(self, most: Mapping[str, float]) -> dict[str, Tensor]:
-        """Returns a gradient that is as long as clipping lets it be, by parameter name.
+        """Return a gradient with the largest norm that clipping allows, by parameter name.
 
         It is the gradient that separates two random halves of the inputs along a random direction
-        of features, as a label of two classes would.
+        of features, as the labels of two classes would.
 
         Args:
-            most: parameter name -> the norm of the signal in a release at most.
+            most: parameter name -> the largest norm of the signal in a private update.
         """
         generator = torch.Generator().manual_seed(0)
         known: dict[str, Tensor] = {}
@@ -503,7 +508,7 @@ class _Features:
         along = torch.randn(self.before.shape[1], generator=generator)
         try:
             with torch.enable_grad():
-                for batch in self._inputs[len(self._inputs) // 2 :][:1]:  # says nearly the same
+                for batch in self._inputs[len(self._inputs) // 2 :][:1]:  # one batch suffices
                     rows = self._of(batch)
                     sides = torch.randint(2, (len(rows), 1), generator=generator) * 2 - 1
                     if rows.requires_grad:
@@ -538,7 +543,7 @@ class _Features:
 
 
 def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[tuple[str, Tensor]]:
-    """Yields Gaussian moves: parameter name -> their standard deviation."""
+    """Yield Gaussian moves, given parameter name -> their standard deviation."""
     generator = torch.Generator().manual_seed(0)
     for name, std in stds.items():
         yield name, torch.randn(noise[name].shape, generator=generator) * std
@@ -546,7 +551,7 @@ def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[t
 
 @contextmanager
 def _moved_by(moves: Iterable[tuple[str, Tensor]], noise: Mapping[str, Noise]) -> Iterator[None]:
-    """Adds moves to weights for a while."""
+    """Add moves to weights inside, and restore the weights afterwards."""
     kept: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, move in moves:

@@ -30,7 +30,6 @@ from dp_grape_hf.choosing import (
     Rates,
     average_at_first,
     clipped_apart,
-    described,
     is_head,
     is_new_at_first,
     is_pretrained,
@@ -38,7 +37,8 @@ from dp_grape_hf.choosing import (
     measure_norms,
     output_layer,
     push_of_signal,
-    tabulated,
+    rates_line,
+    run_tables,
     train_matrices_only,
     walk_of_noise,
 )
@@ -375,12 +375,12 @@ def table_of(rates: Rates, run: PrivateRun, plan: PrivacyPlan, parts: Parts | No
     if rates.head is not None and rates.head.output == NUMBER:
         notes.append("Labels are numbers. Scale them to a size of about 1.")
     rule = run.args.update_rule or ""
-    return tabulated(rates, plan.mechanism, plan.steps, rule, schedule_name(run.args), notes)
+    return run_tables(rates, plan.mechanism, plan.steps, rule, schedule_name(run.args), notes)
 
 
 def line_of(rates: Rates, run: PrivateRun) -> str:
     """Return the text about chosen learning rates for the ledger."""
-    return described(rates, schedule_name(run.args))
+    return rates_line(rates, schedule_name(run.args))
 
 
 def schedule_name(args: DPGrapeArguments) -> str:

@@ -37,7 +37,7 @@ from dp_grape_hf.arguments import (
     check_dataset,
     refuse_model,
 )
-from dp_grape_hf.choosing import FIRST_POSITION, objections
+from dp_grape_hf.choosing import FIRST_POSITION, rate_warnings
 from dp_grape_hf.distributed import failing_together, from_first, require_agreement
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.gradients import (
@@ -449,7 +449,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "be run on synthetic inputs. Pass public_dataset=, whose examples it can read."
             )
         table = table_of(self.rates, self.private_run, self.plan, self._parts)
-        return table + "".join(f"\n{objection}\n" for objection in self._objections())
+        return table + "".join(f"\n{warning}\n" for warning in self._rate_warnings())
 
     def _choose_rates(self) -> None:
         """Choose learning rates by the noise of the run, or measure the noise at given ones."""
@@ -465,11 +465,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             run.use_rates(self.rates.by_name)
             plan.note_choice(line_of(self.rates, run))
 
-    def _objections(self) -> list[str]:
+    def _rate_warnings(self) -> list[str]:
         if self.rates is None:
             return []
         at_first = [FIRST_POSITION] * bool(self._parts is not None and self._parts.reads_first)
-        return [*at_first, *objections(self.rates, chosen=self.args.chooses)]
+        return [*at_first, *rate_warnings(self.rates, chosen=self.args.chooses)]
 
     def _opening(self) -> str:
         """Return the text shown before the first step; empty if nothing was chosen."""
@@ -625,8 +625,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """Make the run ready and open its ledger; after an error, the run is as before."""
         before = self.private_run, self.publisher.adapter
         self._make_ready()
-        for objection in self._objections():
-            logger.warning("%s", objection)
+        for warning in self._rate_warnings():
+            logger.warning("%s", warning)
         try:
             self._start_ledger(checkpoint)
         except PrivacyError:

@@ -1,4 +1,4 @@
-"""The choices of a run, in words."""
+"""Format the choices of a run as text, for the ledger and for the table at the start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dp_grape_hf.ledger import Mechanism
 from dp_grape_hf.tables import table
 
 
-def described(rates: Rates, schedule: str) -> str:
-    """Returns what a ledger says of chosen rates, and of the schedule they go by: a line."""
+def rates_line(rates: Rates, schedule: str) -> str:
+    """Return one line about the learning rates and their schedule, for the ledger."""
     groups = [
         f"{own.name}: learning rate {own.rate:.4g}, limited by {own.limit}, at which noise alone "
         + _effect(own)
@@ -19,7 +19,7 @@ def described(rates: Rates, schedule: str) -> str:
     return "; ".join([*groups, f"under the schedule {schedule}"])
 
 
-def tabulated(
+def run_tables(
     rates: Rates,
     mechanism: Mechanism,
     steps: int,
@@ -27,15 +27,15 @@ def tabulated(
     schedule: str,
     notes: Iterable[str] = (),
 ) -> str:
-    """Returns tables of a run that is to begin: its numbers, its trained parts and their rates.
+    """Return tables of a run that will start: its parameters, its trained parts and their rates.
 
     Args:
-        rates: with the effect of the noise of the run at each.
-        mechanism: of the run.
-        steps: T.
-        rule: that makes moves of releases.
-        schedule: of the rates.
-        notes: sentences below.
+        rates: the learning rates, with the effect of the noise of the run.
+        mechanism: the mechanism of the run.
+        steps: T, the number of steps.
+        rule: the name of the optimizer.
+        schedule: the name of the schedule of the learning rate.
+        notes: sentences that are printed below the tables.
     """
     own = mechanism
     promise = ""
