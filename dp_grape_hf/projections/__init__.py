@@ -1,9 +1,9 @@
-"""P: which weights are projected, on which side, to which rank, and how P is made.
+"""Projections P: which weights they act on, on which side, with which rank, and how P is made.
 
-P is public: it is drawn from a seed that stands in the ledger, or measured on public inputs.
-``projector`` has the random families, ``principal`` measures on the inputs of ``probes``,
-``schedules`` says when P is made anew,
-``placement`` and ``targets`` where, and ``seeds`` derives every public stream.
+P is public: it is drawn from a seed in the ledger, or computed on public inputs. ``targets``
+selects the weights, and ``placement`` the side and the rank. ``projector`` has the random families.
+``principal`` computes principal directions on the inputs of ``probes``. ``schedules`` determines
+when P is made again, and ``seeds`` derives all public random streams.
 """
 
 from dp_grape_hf.projections.placement import Placement, Side, first_matches, placements

@@ -1,9 +1,9 @@
 """The dimension of a weight that is projected, and the number of columns of P.
 
-A weight of shape m x n is projected along one of its dimensions, of d numbers: a P of shape d x r
-takes its place by r. Of a random P that is the smaller dimension (of a square weight the one of the
-layer's input), so that a projected gradient keeps r x max(m, n) numbers (paper, Algorithm 1).
-Principal directions are those of the layer's input.
+A weight of shape m x n is projected along one of its dimensions, of size d, by a P of shape d x r,
+which replaces d by r. A random P acts on the smaller dimension (for a square weight, on the
+dimension of the layer's input), so a projected gradient has r x max(m, n) elements (paper,
+Algorithm 1). Principal directions act on the dimension of the layer's input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from dp_grape_hf.errors import PrivacyError, require
 
-_MOST_LISTED = 20  # names in an error message
+_MOST_LISTED = 20  # largest number of names in an error message
 
 
 class Side(Enum):
@@ -41,21 +41,21 @@ def placements(
     *,
     of_input: bool = False,
 ) -> dict[str, Placement]:
-    """Return parameter name -> ``Placement``, of those whose projection saves something.
+    """Return parameter name -> ``Placement``, for parameters whose projection saves memory.
 
-    Nothing is saved where the rank is not below the dimension that would be projected, and of what
-    is not a matrix.
+    A parameter is not projected if it is not a matrix, or if the rank is not below the dimension
+    that would be projected.
 
     Args:
         shapes: parameter name -> shape as stored.
         rank: r.
-        input_dims: parameter name -> its dimension that is the layer's input: 0 for transformers'
-            ``Conv1D`` and for an embedding, whose input is a word; 1 if not named, as of
+        input_dims: parameter name -> the dimension of the layer's input. It is 0 for transformers'
+            ``Conv1D`` and for an embedding, whose input is a word. By default it is 1, as for
             ``nn.Linear``, which stores (out, in).
-        of_input: whether the dimension of the input is projected, and not the smaller one.
+        of_input: whether to project the dimension of the input, instead of the smaller one.
 
     Raises:
-        PrivacyError: for a rank below 1.
+        PrivacyError: if the rank is below 1.
 
     >>> found = placements({"a": (8, 32), "b": (32, 8), "c": (8, 4), "d": (8,)}, 4)
     >>> {name: (place.side.value, place.rows) for name, place in found.items()}
@@ -82,30 +82,30 @@ def first_matches(
 ) -> dict[str, str | None]:
     """Return the first pattern that matches each name, or None.
 
-    A pattern is a shell pattern (``*``, ``?``, ``[...]``; ``*`` also matches dots). It is tried on
-    the parameter's whole name, and on every run of the name's dotted parts, so that a module's path
-    or any whole part of it is enough: ``query`` and ``attention.self`` match
-    ``encoder.layer.1.attention.self.query.weight``, and ``layer.1`` does not match ``layer.10``.
+    A pattern is a shell pattern (``*``, ``?``, ``[...]``; ``*`` also matches dots). It must match
+    the full parameter name, or a sequence of its dotted parts. So ``query`` and ``attention.self``
+    match ``encoder.layer.1.attention.self.query.weight``, but ``layer.1`` does not match
+    ``layer.10``.
 
     >>> first_matches(["h.0.attn.weight", "h.0.mlp.weight"], ["attn"], "option", "the weights")
     {'h.0.attn.weight': 'attn', 'h.0.mlp.weight': None}
 
     Args:
-        names: of parameters.
-        patterns: in the order in which they are tried.
-        option: what the patterns were given for, in an error.
-        what: the parameters are, in an error.
+        names: the names of parameters.
+        patterns: the patterns, in the order in which they are tried.
+        option: the name of the option that has the patterns, for errors.
+        what: a description of the parameters, for errors.
 
     Raises:
-        PrivacyError: for a pattern that is never the first to match.
+        PrivacyError: if a pattern is never the first to match.
     """
     patterns = list(patterns)
     first = {name: next((p for p in patterns if _matches(name, p)), None) for name in names}
     for pattern in (pattern for pattern in patterns if pattern not in first.values()):
         if any(_matches(name, pattern) for name in names):
             raise PrivacyError(
-                f"{option}={pattern!r}: all that this pattern matches is matched by one "
-                "before it. The first match counts: put the narrower pattern first."
+                f"{option}={pattern!r}: earlier patterns match everything that this pattern "
+                "matches. The first match counts, so put the narrower pattern first."
             )
         listed = ", ".join(names[:_MOST_LISTED])
         more = len(names) - _MOST_LISTED

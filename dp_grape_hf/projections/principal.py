@@ -1,19 +1,19 @@
-"""Principal directions of the inputs of layers, measured on inputs that are not the training data.
+"""Principal directions of the inputs of layers, computed on public inputs.
 
-The gradient of a linear layer for one example is ``rows^T cols``, the gradients of its outputs and
-its inputs, so its rows lie in the span of the inputs. These fill few directions, which hardly
-depend on what the model reads: the first eigenvectors of their second moment on random tokens hold
-ten and more times as much of a gradient's energy as a random P of the same rank. With orthonormal
-columns the lifted noise has the energy ``sigma^2 m r``, not ``sigma^2 m n``.
+The gradient of a linear layer for one example is ``rows^T cols``, where rows are the gradients of
+its outputs and cols its inputs. So the rows of the gradient lie in the span of the inputs, which
+have most of their energy in few directions. The README of this subpackage describes the method.
+With orthonormal columns, the lifted noise has the energy ``sigma^2 m r`` instead of
+``sigma^2 m n``.
 
-The second moment M of a layer (n x n) is formed only where all n directions are wanted. Elsewhere
-it acts on a block of directions while the model runs, ``M Q = sum_t x_t (x_t^T Q)``. Two passes
-over a quarter of the inputs turn a random block towards the first eigenvectors. A third pass, over
-all inputs, finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al.
-2011; Tropp et al. 2017). That is 4 n k operations for each token and pass, and n x k numbers of
-memory for each layer.
+The second moment M of a layer's inputs (n x n) is formed only if P has all n directions. Otherwise,
+M acts on a block Q of directions while the model runs: ``M Q = sum_t x_t (x_t^T Q)``. Two passes
+over a quarter of the inputs each turn a random block towards the first eigenvectors. A third pass
+over all inputs finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et
+al. 2011; Tropp et al. 2017). Each token costs 4 n k operations in each pass, and each layer n k
+numbers of memory.
 
-Shapes: n numbers are given to a layer, r directions are wanted, k = 2 r + 16 are followed.
+Shapes: n the width of a layer's input, r the rank, k = 2 r + 16 the directions in a block.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from dp_grape_hf.projections.targets import MATRIX_LAYERS
 from dp_grape_hf.sharding import is_sharded
 
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
-"""Makes the inputs of a model, the same ones whenever it is called."""
+"""A function that makes the inputs of a model, the same in every call."""
 
-_TURNS = 2  # passes over a quarter of the inputs each, before the last one over all
-_SHIFT = 1e-7  # of the trace: keeps a block that is hardly reached from being singular
-_LEAST = 0.1  # share of the mean energy, added so that P stays bounded in rare directions
+_TURNS = 2  # number of passes over a quarter of the inputs each, before the pass over all
+_SHIFT = 1e-7  # share of the trace, added so that a block with small energy is not singular
+_LEAST = 0.1  # share of the mean energy, added so that P is bounded in directions of small energy
 
 
 class Principal(NamedTuple):
     """The principal directions of one layer."""
 
-    directions: Tensor  # (n, r), orthonormal columns, the one of most energy first; float32
+    directions: Tensor  # (n, r), orthonormal columns in order of decreasing energy; float32
     energies: Tensor  # (r,), the mean of (x^T v)^2 over the tokens
     total: float  # the mean of |x|^2
 
@@ -69,24 +69,25 @@ def principal_directions(
 ) -> dict[str, Principal]:
     """Return the principal directions of linear layers' inputs and of embeddings' outputs.
 
-    The rows of a weight's gradient lie in their span (its columns, in ``Conv1D``). A weight that
-    several modules share has those of all of them together. Layers that are given the same tensor,
-    as the queries, keys and values of attention are, have the same directions: one tensor, measured
-    once. A layer that no input reaches gets random orthonormal directions.
+    The rows of a weight's gradient (in ``Conv1D``, its columns) lie in the span of these inputs. If
+    several modules share a weight, their inputs count together. Layers that read the same tensor,
+    such as the queries, keys and values of attention, have the same directions, in one tensor. A
+    layer that did not run has random orthonormal directions.
 
     Args:
-        model: in evaluation mode. Of a model of transformers the body alone runs, if it has all the
-            layers that are asked for.
+        model: the model, in evaluation mode. If the body of a transformers model has all these
+            layers, only the body runs.
         ranks: weight name -> r, at most n.
-        batches: makes the inputs; their tensors are moved to the device of the weights, and those
-            that the model has no name for are left out. Positions that an ``attention_mask`` of the
-            same shape leaves out do not count. For layers that read tokens, the first 128 tokens of
-            each batch count, in whole texts; a head whose P has all n directions has all texts.
-        seed: of the first block; with enough passes, nothing depends on it.
+        batches: makes the inputs. Their tensors are moved to the device of the weights, and inputs
+            without a parameter of ``forward`` are left out. Positions that an ``attention_mask`` of
+            the same shape excludes do not count. In layers that read tokens, the first 128 tokens
+            of each batch count, as whole texts. In a head whose P has all n directions, all texts
+            count.
+        seed: the public seed of the first block. The result hardly depends on it.
 
     Guarantee:
-        A function of the weights, the inputs and the seed: where these are public, or private
-        already, so are the directions.
+        The directions are a function of the weights, the inputs and the seed. If these are public
+        or already private, so are the directions.
     """
     weights = dict(model.named_parameters())
     names = {id(weights[name]): name for name in ranks}
@@ -130,17 +131,17 @@ def principal_directions(
 
 
 def _width(module: Any) -> int:
-    """Return n, also where the weight is packed."""
+    """Return n, also if the weight is packed."""
     if isinstance(module, nn.Linear):
         return module.in_features
     return int(module.weight.shape[1 if isinstance(module, nn.Embedding) else 0])  # or Conv1D
 
 
 def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
-    """Return the body of a model, which takes no more than inputs, if it has these modules.
+    """Return the body of a model if it has these modules, otherwise the model.
 
-    Of a model that reads several options of an example, the body would take them apart; one whose
-    weights are sharded gathers them when it runs itself.
+    The body of a multiple-choice model would need other inputs, and a model whose weights are
+    sharded gathers them only when it runs itself.
     """
     whole = chooses(model) or is_sharded(model)
     body: Any = model if whole else getattr(model, "base_model", model)
@@ -149,9 +150,9 @@ def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
 
 
 class _Sharing:
-    """The blocks that stand for others, because their layers read the same tensor.
+    """The blocks that represent several layers, because these layers read the same tensor.
 
-    That is decided when a layer runs for the first time.
+    The first pass determines them.
     """
 
     def __init__(self) -> None:
@@ -160,11 +161,11 @@ class _Sharing:
         """The id of a tensor -> the tensor, its version, and the block of its first reader."""
 
     def leader(self, block: _Block) -> _Block:
-        """Return the block that stands for another, or that itself."""
+        """Return the block that represents this block; by default itself."""
         return self._leaders.get(block, block)
 
     def reads(self, block: _Block, given: Tensor) -> bool:
-        """Return whether a block takes into account what its layer is given."""
+        """Return whether a block must add the input of its layer."""
         if block in self._leaders:
             return False
         known = self._readers.get(id(given))
@@ -188,7 +189,7 @@ def _reader(
         features: Tensor = output if embeds else given
         counted = mask[0]
         if counted is not None and counted.shape == features.shape[:-1]:
-            if not block.whole:  # the other texts are for heads
+            if not block.whole:  # only heads use the other texts
                 texts = max(1, TOKENS // counted.shape[-1])
                 features, counted = features[:texts], counted[:texts]
             features = features[counted.bool()] if not counted.all() else features
@@ -198,12 +199,12 @@ def _reader(
 
 
 class _Block:
-    """A block of directions of one layer, and its product with the second moment."""
+    """A block Q of directions of one layer, and its product M Q with the second moment."""
 
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
         self.rank, self._device = rank, device
-        self.untouched = True  # by any input
-        self.whole = rank == width  # the block is the whole space, and M is formed
+        self.untouched = True  # no input was added
+        self.whole = rank == width  # the block has all directions, and M is formed
         if self.whole:
             self._begin(torch.eye(width, dtype=torch.float64))
             return
@@ -213,17 +214,18 @@ class _Block:
 
     def _begin(self, basis: Tensor) -> None:
         self._basis = basis
-        exact = torch.float64 if self.whole else torch.float32  # no turn will sort out small ones
+        # M is not refined by later passes, so it needs more bits.
+        exact = torch.float64 if self.whole else torch.float32
         self._used = self._basis.to(self._device, exact)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
     def turn(self) -> None:
-        """Begin another pass, with the directions that the last one turned the block to."""
+        """Begin another pass, with the directions that result from the last pass."""
         self._begin(self._basis if self.whole else torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
-        """Take features, (T, n), into account."""
+        """Add features (T, n) to the second moment."""
         self.untouched = False
         features = features.to(self._used.dtype)
         self._image.addmm_(features.T, features @ self._used)
@@ -238,7 +240,7 @@ class _Block:
     def _first(self) -> tuple[Tensor, Tensor]:
         """Return the first r directions and the sums of their energies.
 
-        By the Nystroem approximation of ``M + s``, unless M is there.
+        They are exact if M is formed, otherwise from the Nystroem approximation of ``M + s``.
         """
         image, shift = self._shifted()
         inner = self._basis.T @ image
@@ -251,7 +253,7 @@ class _Block:
         return left[:, : self.rank], scales[: self.rank].square() - shift
 
     def principal(self) -> Principal:
-        """Return the first r directions, with a sign that nothing else depends on."""
+        """Return the first r directions, with a sign that depends only on their elements."""
         directions, sums = self._first()
         largest = directions.abs().argmax(0, keepdim=True)
         directions = directions * directions.gather(0, largest).sign()

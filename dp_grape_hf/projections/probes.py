@@ -1,9 +1,9 @@
-"""Inputs that are nobody's: what a model reads where its layers are measured without data.
+"""Synthetic public inputs (random tokens, 1/f noise) for measuring layers without data.
 
-Text is random tokens, each as likely as any other, between the special tokens that the tokenizer
-puts around a sentence. Images and sound are noise with the spectrum of natural ones: amplitudes
-fall as one over the frequency, and the numbers have mean 0 and variance 1, as after the usual
-normalisation. Lengths and amounts are declared here, and are nobody's either.
+Texts are uniform random tokens between the special tokens that the tokenizer adds to a sentence.
+Images and sound are noise with the spectrum of natural ones: amplitudes fall as one over the
+frequency, with mean 0 and variance 1, as after the usual normalization. The constants of this
+module define lengths and amounts.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 
-LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # tokens of a sequence
-TOKENS = 128  # of a batch of texts, about
+LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # lengths of texts, in tokens
+TOKENS = 128  # approximate number of tokens in a batch of texts
 _SHORT, _TOKENS_OF_SHORT = 16, 1024
-"""Batches of texts of up to 16 tokens have more: a head reads one vector of each text, and its P is
-measured in all directions of these vectors."""
-_PATCHES = 1024  # of a batch of images, about
+"""The number of tokens in a batch of texts of at most 16 tokens. A head reads one vector of each
+text, and its P has all directions of these vectors, so many texts are needed."""
+_PATCHES = 1024  # approximate number of patches in a batch of images
 _BATCHES = 8
-_SECONDS_OF_SOUND = 16_000  # samples
+_SAMPLES_OF_SOUND = 16_000  # one second at 16 kHz
 
 Inputs = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class SyntheticInputs:
-    """Makes the batches of ``synthetic_batches``, the same ones whenever it is called.
+    """Batches of ``synthetic_batches``, the same in every call.
 
-    No data have a say in them, whatever the arguments are: what is measured on them may be kept.
+    They do not depend on any data, so results that are measured on them may be stored.
     """
 
     model: Any
@@ -42,30 +42,29 @@ class SyntheticInputs:
     seed: int = 0
 
     def __call__(self) -> Iterator[Inputs]:
-        """Yields inputs that depend on no data."""
+        """Yield the batches."""
         return synthetic_batches(self.model, self.tokenizer, self.seed)
 
 
 def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Iterator[Inputs]:
-    """Yields inputs of a model that depend on no data: the same for the same arguments.
+    """Yield batches of synthetic inputs of a model, the same for the same arguments.
 
     Args:
-        model: of transformers, or with a ``config`` and a ``main_input_name`` like those.
-        tokenizer: of the model, or a processor that has one. Without it the special tokens are
-            those that the configuration names, and a sequence ends with the one for its end.
-        seed: public.
+        model: a model of transformers, or one with a ``config`` and a ``main_input_name`` like it.
+        tokenizer: the tokenizer of the model, or a processor that has one. Without it, the special
+            tokens are read from the configuration, and a text ends with its end token.
+        seed: a public seed.
 
     Raises:
-        PrivacyError: if it is not known what the model reads.
+        PrivacyError: if the model's ``main_input_name`` is unknown.
     """
     kind = getattr(model, "main_input_name", None)
     make = _MAKERS.get(str(kind)) if hasattr(model, "config") else None
     if make is None:
         raise PrivacyError(
-            "projection='principal' measures layers on synthetic inputs, and what a "
-            f"{type(model).__name__} with main_input_name={kind!r} reads is not known (known: "
-            f"{', '.join(_MAKERS)}). Pass public_dataset= to the trainer, or choose "
-            "projection='gaussian'."
+            f"{type(model).__name__} has main_input_name={kind!r}, and synthetic inputs exist only "
+            f"for {', '.join(_MAKERS)}. projection='principal' measures layers on them. Pass "
+            "public_dataset= to the trainer, or choose projection='gaussian'."
         )
     generator = torch.Generator().manual_seed(seed)
     words = _Words(model.config, getattr(tokenizer, "tokenizer", tokenizer))
@@ -81,7 +80,7 @@ def synthetic_batches(model: Any, tokenizer: Any = None, seed: int = 0) -> Itera
 
 
 def first_texts(batch: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
-    """Returns the first texts of a batch, of about so many tokens; any other batch unchanged."""
+    """Return the first texts of a batch, with about ``tokens`` tokens; other batches unchanged."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         return batch
@@ -93,7 +92,7 @@ def first_texts(batch: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
 
 
 def reads_synthetic(model: Any) -> bool:
-    """Whether ``synthetic_batches`` has all that the forward of a model must be given."""
+    """Return whether ``synthetic_batches`` has all required inputs of the model's forward."""
     kind = getattr(model, "main_input_name", None)
     takes = signature(model.forward).parameters.values()
     given = {kind, "attention_mask", "decoder_input_ids"}
@@ -106,11 +105,11 @@ def reads_synthetic(model: Any) -> bool:
 
 
 def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Runs a model on a batch, without the inputs that it has no name for; returns what it returns.
+    """Run a model on a batch, without inputs that its forward does not name; return its output.
 
     Args:
-        model: on one device.
-        batch: its tensors are moved there.
+        model: the model, on one device.
+        batch: the inputs; tensors are moved to the device of the model.
     """
     return model(**accepted(model, batch))
 
@@ -125,7 +124,7 @@ def accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chooses(model: Any) -> bool:
-    """Whether a model reads the options of a question side by side, (B, options, T)."""
+    """Return whether a model reads the options of a question together, (B, options, T)."""
     return type(model).__name__.endswith("ForMultipleChoice")
 
 
@@ -136,7 +135,7 @@ class _Words:
         own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
         size = getattr(own, "vocab_size", None) or 2
         self._before: list[int] = []
-        if not hasattr(tokenizer, "all_special_ids"):  # none, or of images
+        if not hasattr(tokenizer, "all_special_ids"):  # no tokenizer, or an image processor
             named = {part: getattr(own, f"{part}_token_id", None) for part in _SPECIAL}
             lists = {part: ids if isinstance(ids, list) else [ids] for part, ids in named.items()}
             special = {token for ids in lists.values() for token in ids}
@@ -150,15 +149,15 @@ class _Words:
             self._before, self._after = ids[: inner[0]], ids[inner[-1] + 1 :]
         self._tokens = torch.tensor([t for t in range(size) if t not in special] or [0])
         tables = [getattr(own, f"max_{what}", None) for what in _POSITIONS]
-        pad = getattr(own, "pad_token_id", None) or 0  # from which some models count positions
+        pad = getattr(own, "pad_token_id", None) or 0  # some models count positions from here
         self._most = max(1, min((n - pad - 1 for n in tables if n), default=max(LENGTHS)))
 
     def length(self, number: int) -> int:
-        """Returns the length of the sequences of a batch."""
+        """Return the length of the texts of a batch."""
         return min(LENGTHS[number % len(LENGTHS)], self._most)
 
     def draw(self, size: int, length: int, generator: torch.Generator) -> Tensor:
-        """Returns sequences, (size, length)."""
+        """Return random texts, (size, length)."""
         chosen = torch.randint(len(self._tokens), (size, length), generator=generator)
         ids = self._tokens[chosen]
         if length > len(self._before) + len(self._after):
@@ -194,10 +193,10 @@ def _spectrogram(config: Any, words: _Words, number: int, generator: torch.Gener
 
 
 def _sound(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
-    if hasattr(config, "num_mel_bins"):  # a spectrogram under the name of sound
+    if hasattr(config, "num_mel_bins"):  # the model reads a spectrogram as input_values
         shape = (2, config.max_length, config.num_mel_bins)
         return {"input_values": natural_noise(shape, 2, generator)}
-    return {"input_values": natural_noise((8, _SECONDS_OF_SOUND), 1, generator)}
+    return {"input_values": natural_noise((8, _SAMPLES_OF_SOUND), 1, generator)}
 
 
 _MAKERS: dict[str, Callable[[Any, _Words, int, torch.Generator], Inputs]] = {
@@ -209,12 +208,12 @@ _MAKERS: dict[str, Callable[[Any, _Words, int, torch.Generator], Inputs]] = {
 
 
 def natural_noise(shape: tuple[int, ...], dims: int, generator: torch.Generator) -> Tensor:
-    """Returns noise whose amplitude falls as one over the frequency, of mean 0 and variance 1.
+    """Return noise with amplitudes of one over the frequency, mean 0 and variance 1.
 
     Args:
-        shape: of the result.
-        dims: how many of its last dimensions are space or time.
-        generator: on the CPU.
+        shape: the shape of the result.
+        dims: the number of last dimensions that are space or time.
+        generator: a generator on the CPU.
     """
     over = tuple(range(-dims, 0))
     spectrum = torch.fft.rfftn(torch.randn(shape, generator=generator), dim=over)

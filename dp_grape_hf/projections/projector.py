@@ -1,11 +1,11 @@
 """Random projections: how P is drawn, projects and lifts.
 
-A weight of shape m x n is projected along one of its dimensions, of d numbers, by a P of shape
-d x r; ``placement`` says which one. P is public: it is drawn from a seed that stands in the ledger,
-never from the noise or sampling stream, and never from gradients, which at capture are not private
-yet.
+A weight of shape m x n is projected along one of its dimensions, of size d, by a P of shape d x r;
+``placement`` determines which one. P is public: it is drawn from a seed in the ledger. It never
+uses the stream of noise or sampling, and never depends on gradients, which are not private yet
+when P projects them.
 
-Shapes: m x n the weight as stored, d its projected dimension, r rank.
+Shapes: m x n the weight as stored, d the size of its projected dimension, r the rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dp_grape_hf.projections.placement import Side
 
-BLOCK_ROWS = 1024  # P is drawn in blocks of rows, so that any rank can draw any slice of it
+BLOCK_ROWS = 1024  # rows of P in a block; blocks are drawn separately, so ranks can draw some only
 
 _ALL_ROWS = slice(None)
 
@@ -40,7 +40,7 @@ def gaussian_over_r(rows: int, rank: int, generator: torch.Generator) -> Tensor:
 
 
 Draw = Callable[[int, int, torch.Generator], Tensor]
-"""A block of (rows, rank) of P, float32 on the CPU, of rows that are independent of each other."""
+"""A function that draws a block (rows, rank) of P, float32 on the CPU, with independent rows."""
 
 PROJECTIONS: Mapping[str, Draw | None] = {
     "identity": None,  # nothing is projected
@@ -49,21 +49,21 @@ PROJECTIONS: Mapping[str, Draw | None] = {
 }
 """The random families, by the names that arguments and ledger use."""
 
-PRINCIPAL = "principal"  # no random family: `principal` finds its P
+PRINCIPAL = "principal"  # computed by the module `principal`, not random
 
 # ---- P in use ----
 
 
 @dataclass(frozen=True, eq=False)
 class Projector:
-    """One drawn P and the side it acts on."""
+    """A matrix P and the side of the gradient that it multiplies."""
 
     matrix: Tensor  # (d, r), where d is m on the left and n on the right side
     side: Side
 
     @property
     def rank(self) -> int:
-        """Return r."""
+        """The rank r."""
         return self.matrix.shape[1]
 
     def project(self, gradient: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class Projector:
             weight: (m, n), or the rows that ``rows`` selects.
             coordinates: Z of the full weight, (r, n) or (m, r).
             decay: the factor of the weight.
-            rows: which rows of the lifted coordinates are added.
+            rows: the rows of the lifted coordinates to add.
         """
         left, right = self.factors(coordinates.to(weight.dtype))
         weight.addmm_(left[rows], right, beta=decay)

@@ -1,8 +1,8 @@
-"""When P is made anew, and of what: the public seed, or public inputs.
+"""The schedules of P: the steps at which it is made again, by a public seed or on public inputs.
 
-DP-GRAPE projects gradients at capture, before they are private: P is drawn from the seed every F
-steps, or has the principal directions of what the layers are given when they read public inputs.
-P may never be computed from gradients that are projected by it: they are not private yet.
+DP-GRAPE projects gradients in the backward pass, before they are private. So P is drawn from a
+seed every F steps, or it contains principal directions of layer inputs on public inputs. P must
+never depend on the gradients that it projects, because they are not private yet.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class _Redrawn:
     """Projectors that are made again every F steps.
 
     Args:
-        placed: parameter name -> where its P acts, of those that are projected.
-        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``, and with
-            None at the first alone.
-        device: where projectors are used.
+        placed: parameter name -> placement of its P, for projected parameters.
+        update_steps: F. P is made again at each step t (counted from 0) with ``t % F == 0``; if
+            None, only at the first step.
+        device: the device of the projectors.
 
     Attributes:
-        placements: parameter name -> where its P acts, of those that are projected.
+        placements: parameter name -> placement of its P, for projected parameters.
     """
 
     def __init__(
@@ -54,24 +54,24 @@ class _Redrawn:
         """Return the projectors of a step.
 
         Args:
-            step: counted from 0.
-            make: returns the matrices, given how often they were made before.
-            drawn: whether they can be made at any step, and not only when they are due.
+            step: the step, counted from 0.
+            make: returns the matrices, given the number of times that they were made before.
+            drawn: whether ``make`` can be called at any step, and not only when P is due.
         """
         every = self._update_steps
         refresh, late = (0, step) if every is None else divmod(step, every)
         if refresh != self._refresh:
             require(
                 drawn or late == 0,
-                f"the projection in force at {step=} is that of step {step - late}. Load the state "
-                "that was saved with the checkpoint to resume between two redraws.",
+                f"The projection of {step=} was made at step {step - late}, and its state was not "
+                "loaded. Load the state that was saved with the checkpoint.",
             )
             self._projectors = self._on_device(make(refresh))
             self._refresh = refresh
         return self._projectors
 
     def _on_device(self, matrices: Mapping[str, Tensor]) -> dict[str, Projector]:
-        """Return the projectors of matrices; where two are one tensor, they stay one."""
+        """Return the projectors of matrices; matrices that are one tensor remain one tensor."""
         moved = {id(matrix): matrix.to(self._device) for matrix in matrices.values()}
         return {
             name: Projector(moved[id(matrix)], self.placements[name].side)
@@ -103,8 +103,8 @@ class SavedProjection(_Redrawn):
         fresh = state.get("refresh") == -1 and not saved
         require(
             (saved == shapes or fresh) and bool(state) == bool(shapes),
-            "the state of the projection was saved with another projection, projection_rank or "
-            "optim_target_modules. Resume with those of the checkpoint.",
+            "The state of the projection was saved with another projection, projection_rank or "
+            "optim_target_modules, so P would change. Resume with the options of the checkpoint.",
         )
         if state:
             self._refresh = state["refresh"]
@@ -116,21 +116,20 @@ class SavedProjection(_Redrawn):
 class ProjectionSchedule(_Redrawn):
     """The random projectors of a model, which are drawn again every F steps.
 
-    P is drawn on the CPU whatever the device, so that one seed gives one P everywhere.
+    P is drawn on the CPU for all devices, so a seed gives the same P everywhere.
 
     Args:
-        shapes: parameter name -> shape, of the parameters to project; those with a rank that is
-            not below the projected dimension stay unprojected.
+        shapes: parameter name -> shape, for the parameters to project. If the rank is not below the
+            projected dimension, a parameter is not projected.
         family: a name in ``PROJECTIONS``; ``identity`` projects nothing.
-        rank: r, the columns of P.
-        update_steps: F; P is fresh at every step t (counted from 0) with ``t % F == 0``.
+        rank: r, the number of columns of P.
+        update_steps: F. P is drawn again at each step t (counted from 0) with ``t % F == 0``.
         seed: the public projection seed.
-        device: where projectors are used.
-        input_dims: parameter name -> its dimension that is the layer's input, of those where it is
-            not 1.
+        device: the device of the projectors.
+        input_dims: parameter name -> the dimension of the layer's input, if it is not 1.
 
     Raises:
-        PrivacyError: for an unknown family, or rank or update_steps below 1.
+        PrivacyError: if the family is unknown, or rank or update_steps is below 1.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class ProjectionSchedule(_Redrawn):
         super().__init__(placed if self._draw else {}, update_steps, device)
 
     def at(self, step: int) -> dict[str, Projector]:
-        """Return the projectors in force at a step, counted from 0: the same until a redraw."""
+        """Return the projectors of a step, counted from 0; the same until the next redraw."""
         return self.in_force(step, self._matrices, drawn=True)
 
     def _matrices(self, refresh: int) -> dict[str, Tensor]:
@@ -174,30 +173,30 @@ class ProjectionSchedule(_Redrawn):
 
 
 Measure = Callable[[Mapping[str, int]], Mapping[str, Tensor]]
-"""Returns the P, (n, r), of every weight that it is given a rank of."""
+"""A function from weight name -> rank to weight name -> P, (n, r)."""
 
 
 class PrincipalProjection(SavedProjection):
-    """The projectors of principal directions, measured once, or afresh every F steps.
+    """The projectors of principal directions, computed once, or again every F steps.
 
-    P has orthonormal columns along the layer's input (of an embedding, its output). Weights may be
-    named that keep all coordinates, in the directions and of the sizes that ``measure`` gives them.
+    P has orthonormal columns along the layer's input (for an embedding, its output). The P of the
+    weights in ``square`` has all directions, scaled as by ``measure``.
 
     Guarantee:
-        Whatever ``measure`` looks at, its result meets gradients before they are private: it must
-        be a function of public inputs, of the seed, and of weights, which are private already.
+        P projects gradients before they are private. So the result of ``measure`` must be a
+        function of public inputs, of the seed, and of weights, which are already private.
 
     Args:
-        shapes: as in ``ProjectionSchedule``, and so are ``rank`` and ``device``.
-        rank: r.
-        update_steps: F; None measures before the first step only.
-        measure: makes the matrices. All ranks call it at the same time, and get the same.
-        device: where projectors are used.
-        input_dims: parameter name -> its dimension of features, of those where it is not 1.
-        square: parameter names, of those whose P is square.
+        shapes: as in ``ProjectionSchedule``.
+        rank: r, the number of columns of P.
+        update_steps: F; None computes P only before the first step.
+        measure: returns the matrices. All ranks call it at the same time, and get the same result.
+        device: the device of the projectors.
+        input_dims: parameter name -> the dimension of features, if it is not 1.
+        square: the names of parameters with a square P.
 
     Raises:
-        PrivacyError: for a rank or update_steps below 1.
+        PrivacyError: if rank or update_steps is below 1.
     """
 
     def __init__(
@@ -221,15 +220,15 @@ class PrincipalProjection(SavedProjection):
         self._ranks = {name: place.rank for name, place in placed.items()}
 
     def at(self, step: int) -> dict[str, Projector]:
-        """Return the projectors in force at a step, counted from 0: the same until a redraw.
+        """Return the projectors of a step, counted from 0; the same until the next redraw.
 
         Raises:
-            PrivacyError: if P was measured at an earlier step, and its state was not loaded.
+            PrivacyError: if P was computed at an earlier step, and its state was not loaded.
         """
         return self.in_force(step, lambda _: self._measure(self._ranks))
 
     def digest(self) -> str:
-        """Return the SHA-256, in hex, of the names and numbers of the P in force."""
+        """Return the SHA-256, in hex, of names and elements of the current P."""
         digest = hashlib.sha256()
         for name, projector in sorted(self._projectors.items()):
             matrix = projector.matrix.detach().cpu().contiguous()

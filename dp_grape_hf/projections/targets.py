@@ -1,4 +1,4 @@
-"""The weights of a model that are projected: by default, or by patterns of names."""
+"""The weights of a model that are projected: a default choice, or patterns of names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def projection_targets(
 
     Args:
         model: the model.
-        trainable: its trainable parameters, each once, by the name that counts.
+        trainable: name -> trainable parameter, each once.
         wanted: ``optim_target_modules``: names or regular expressions of modules, or
-            ``all-linear``; our own choice, ``default_targets``, if None.
+            ``all-linear``. None selects ``default_targets``.
 
     Raises:
         PrivacyError: if ``wanted`` matches nothing.
@@ -46,9 +46,9 @@ def projection_targets(
 
 
 def input_dimensions(model: nn.Module) -> dict[str, int]:
-    """Return weight name -> its dimension that is the layer's input, where that is not 1.
+    """Return weight name -> the dimension of the layer's input, if it is not 1.
 
-    ``Conv1D`` stores (in, out), and the input of a table of embeddings is the vocabulary.
+    ``Conv1D`` stores (in, out), and the input of an embedding is the vocabulary.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules = (m for m in model.modules() if isinstance(m, (Conv1D, nn.Embedding)))
@@ -56,20 +56,21 @@ def input_dimensions(model: nn.Module) -> dict[str, int]:
 
 
 def feature_dimensions(model: nn.Module) -> dict[str, int]:
-    """Return weight name -> its dimension of features, where that is not 1.
+    """Return weight name -> the dimension of features, if it is not 1.
 
-    That is the input of a linear layer, (in, out) in ``Conv1D``, and the output of an embedding.
+    Features are the input of a linear layer, (in, out) in ``Conv1D``, and the output of an
+    embedding.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {names[id(m.weight)]: 0 for m in model.modules() if isinstance(m, Conv1D)}
 
 
 def default_targets(model: Any) -> list[str]:
-    """Return the names of the weights that are projected unless the user names others.
+    """Return the names of the weights that are projected by default.
 
-    These are the trainable weights of the linear layers in the body of the model. The output
-    embeddings and a head whose output is one number per label stay unprojected, as in the paper
-    (Appendix, experimental details): their gradients have low rank already.
+    These are the trainable weights of the linear layers in the body of the model. Output embeddings
+    are not projected, and neither is a head with one output for each label, as in the paper
+    (Appendix, experimental details): their gradients already have low rank.
     """
     output = output_embeddings(model)
     labels = getattr(getattr(model, "config", None), "num_labels", None)
@@ -87,13 +88,13 @@ def default_targets(model: Any) -> list[str]:
 
 
 def output_embeddings(model: Any) -> nn.Module | None:
-    """Return the layer that gives a logit for each word of a vocabulary, if the model has one."""
+    """Return the layer with a logit for each word of a vocabulary, if the model has one."""
     found: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
     return found
 
 
 def shared_parameters(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that the model holds under more than one name."""
+    """Return the ids of parameters that have more than one name in the model."""
     seen: set[int] = set()
     shared: set[int] = set()
     names: Iterable[tuple[str, nn.Parameter]] = model.named_parameters(remove_duplicate=False)

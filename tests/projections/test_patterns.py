@@ -51,7 +51,7 @@ def test_the_first_pattern_counts() -> None:
     [
         (["quer"], "'quer': this pattern matches none .*layer.1.attention.self.query.weight"),
         (["query", "Attention"], "'Attention': this pattern matches none"),
-        (["attention", "query"], "'query': all that .* put the narrower pattern first"),
+        (["attention", "query"], "'query': earlier patterns .* put the narrower pattern first"),
     ],
 )
 def test_a_pattern_that_would_have_no_effect_is_refused(patterns: list[str], message: str) -> None:

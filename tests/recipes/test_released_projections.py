@@ -129,10 +129,10 @@ def test_a_resumed_run_goes_on_with_the_same_p(stop: int) -> None:
 
 def test_resuming_between_two_redraws_without_the_state_is_refused() -> None:
     projections = released()
-    with pytest.raises(PrivacyError, match="in force at step=5 is that of step 3"):
+    with pytest.raises(PrivacyError, match="of step=5 was made at step 3"):
         projections.at(5, gradients(5))
     projections.at(0, gradients(0))
-    with pytest.raises(PrivacyError, match="in force at step=4 is that of step 3"):
+    with pytest.raises(PrivacyError, match="of step=4 was made at step 3"):
         projections.at(4, gradients(4))
     projections.at(6, gradients(6))
 
