@@ -20,7 +20,7 @@ HOW_FAR = echo "  $$(du -sm $(VENV) | cut -f 1) MB; $$(grep -E '^ *(Collecting|D
 	$(PIP_LOG) | tail -n 1 | cut -c 1-80)"
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all seams check benchmark tables site dist clean
+.PHONY: help venv demo test test-all overrides check benchmark tables site dist clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -43,13 +43,13 @@ test-all: $(VENV)/.installed-test $(VENV)/.installed-site  ## run all tests, and
 	$(PYTEST) tests
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
 
-# The newest wheel of each minor release from the oldest that setup.cfg allows; the first that there
-# is none of ends the list, and the test knows which there must be.
-seams: $(VENV)/.installed-test  ## hold the overrides against the Trainer of every supported release
+# Fetches the newest wheel of each minor release, from the oldest that setup.cfg allows up to the
+# first one that does not exist. The test checks that the list is complete.
+overrides: $(VENV)/.installed-test  ## compare the overrides with the Trainer of every supported release
 	@minor=10; while $(BIN)/python -m pip download -qq --disable-pip-version-check --no-deps \
 		--only-binary :all: --dest $(WHEELS) "transformers==5.$$minor.*" 2>/dev/null; \
 		do minor=$$((minor + 1)); done
-	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/trainer/test_seams.py
+	HF_HUB_OFFLINE=1 DP_GRAPE_WHEELS=$(WHEELS) $(BIN)/python -m pytest -q tests/trainer/test_override_checks.py
 
 check: $(VENV)/.installed-dev  ## lint, formatting and types
 	$(BIN)/ruff check dp_grape_hf recipes tests

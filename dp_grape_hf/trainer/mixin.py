@@ -114,11 +114,11 @@ from dp_grape_hf.trainer.data import (
 )
 from dp_grape_hf.trainer.inputs_by_form import InputsByForm, first_row, form_of
 from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.override_checks import is_hosts, require_overrides
 from dp_grape_hf.trainer.remembered import remembering
 from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
 from dp_grape_hf.trainer.run import PrivateRun
 from dp_grape_hf.trainer.saving import SavingMixin
-from dp_grape_hf.trainer.seams import is_hosts, require_seams
 from dp_grape_hf.trainer.sharded import ShardingMixin
 
 logger = logging.getLogger(__name__)
@@ -231,7 +231,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"{type(model).__name__}, has no config, which says how its labels are meant. "
                 "Smooth the labels in a compute_loss_func of your own, or leave it at 0.",
             )
-        require_seams(self)
+        require_overrides(self)
         check_dataset(train_dataset)
         self._held_out = HeldOut()
         self._held_out.require(eval_dataset, [train_dataset], args, "eval_dataset")

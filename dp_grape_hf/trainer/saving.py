@@ -25,8 +25,8 @@ from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
 from dp_grape_hf.trainer.chosen import Choices, Parts, schedule_name
+from dp_grape_hf.trainer.override_checks import Host
 from dp_grape_hf.trainer.run import PrivateRun
-from dp_grape_hf.trainer.seams import Host
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.sharding import is_sharded, load_rows_, mesh_of, shard_, take_from_first_
-from dp_grape_hf.trainer.seams import Host
+from dp_grape_hf.trainer.override_checks import Host
 
 
 class ShardingMixin(Host):

@@ -3,8 +3,8 @@
 Many of these methods are private to transformers, which may rename them in any release. Then the
 override would never be called, without an error: a checkpoint would contain the random state again,
 or a log the training loss. So a missing method raises an error, also with new versions of
-transformers. ``tests/trainer/test_seams.py`` reads the Trainer of every supported release: whether
-it has the methods, calls them, and passes the arguments that the overrides take.
+transformers. ``tests/trainer/test_override_checks.py`` reads the Trainer of every supported
+release, and checks that it has the methods, calls them, and passes the arguments of the overrides.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ else:
         """The last base class of this package: the classes after it are the host's."""
 
 
-SEAMS = (
+OVERRIDES = (
     # Training
     "create_accelerator_and_postprocess",
     "_move_model_to_device",
@@ -92,7 +92,7 @@ def is_hosts(method: Callable[..., Any]) -> bool:
     return method.__module__.partition(".")[0] in ("dp_grape_hf", "transformers", "trl")
 
 
-def require_seams(trainer: Host) -> None:
+def require_overrides(trainer: Host) -> None:
     """Check that the host has all overridden methods, and that a subclass overrides none of them.
 
     Args:
@@ -102,13 +102,13 @@ def require_seams(trainer: Host) -> None:
         PrivacyError: the host has no such method, or a subclass overrides a method without effect.
     """
     for name, why in _WITHOUT_EFFECT.items():
-        if not is_hosts(getattr(trainer, name, require_seams)):  # some are not in all versions
+        if not is_hosts(getattr(trainer, name, require_overrides)):  # some are not in all versions
             raise PrivacyError(
                 f"{type(trainer).__name__} overrides {name}(), which private training does not "
                 f"use: {why}."
             )
     host = super(Host, trainer)
-    if missing := [f"{name}()" for name in SEAMS if not callable(getattr(host, name, None))]:
+    if missing := [f"{name}()" for name in OVERRIDES if not callable(getattr(host, name, None))]:
         raise PrivacyError(
             f"The Trainer of transformers {version('transformers')} has no {', '.join(missing)}, "
             "which a private run overrides. Another method may do its work now, without privacy. "

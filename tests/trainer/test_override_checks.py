@@ -1,8 +1,8 @@
-"""The Trainer has, and calls, every method that a private run replaces: in all supported versions.
+"""The Trainer of every supported version has, and calls, every method that a private run overrides.
 
-Nothing is imported of the versions: their sources are read. ``make seams`` fetches one of every
-minor release into the folder that ``DP_GRAPE_WHEELS`` names; without it, that which is installed is
-the only one.
+The tests read the sources of the versions and import none. ``make overrides`` fetches one version
+of every minor release into the folder that ``DP_GRAPE_WHEELS`` names. Without this folder, only the
+installed version is read.
 """
 
 import ast
@@ -24,7 +24,7 @@ from transformers import Trainer
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.publishing import declare
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
-from dp_grape_hf.trainer.seams import SEAMS
+from dp_grape_hf.trainer.override_checks import OVERRIDES
 from tests.support.trainers import make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,9 +86,11 @@ def attributes(node: ast.AST, of: str | None = None) -> set[str]:
 
 
 def uncalled(module: ast.Module) -> set[str]:
-    """The seams that no other method asks ``self`` for."""
-    asked = [(name.partition(".")[2], attributes(node, "self")) for name, node in functions(module)]
-    return {seam for seam in SEAMS if not any(seam in of for name, of in asked if name != seam)}
+    """The overridden methods that no other method reads from ``self``."""
+    read = [(name.partition(".")[2], attributes(node, "self")) for name, node in functions(module)]
+    return {
+        name for name in OVERRIDES if not any(name in of for other, of in read if other != name)
+    }
 
 
 def misfit(host: ast.arguments, ours: inspect.Signature) -> str | None:
@@ -149,7 +151,7 @@ def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path: Path) -> None:
 # ---- Every version ----
 
 
-@pytest.mark.skipif(FOLDER is None, reason="`make seams` fetches the other versions")
+@pytest.mark.skipif(FOLDER is None, reason="`make overrides` fetches the other versions")
 def test_every_supported_minor_release_is_read() -> None:
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -168,12 +170,12 @@ def test_every_supported_minor_release_is_read() -> None:
 @of_each_version
 def test_exactly_the_listed_overrides_exist_in_the_trainer(version: str) -> None:
     names, subclass = overrides().keys(), methods(version, "trainer_seq2seq.py", "Seq2SeqTrainer")
-    assert set(SEAMS) == names & methods(version).keys()
-    assert names & subclass.keys() <= set(SEAMS)
+    assert set(OVERRIDES) == names & methods(version).keys()
+    assert names & subclass.keys() <= set(OVERRIDES)
 
 
 @of_each_version
-def test_the_trainer_calls_every_seam(version: str) -> None:
+def test_the_trainer_calls_every_overridden_method(version: str) -> None:
     assert uncalled(modules(version)["trainer.py"]) == NOT_CALLED
 
 
@@ -187,10 +189,10 @@ def test_our_methods_take_what_those_of_the_trainer_take(
     theirs, ours = methods(version, module, cls), overrides()
     found = {
         name: misfit(theirs[name].args, inspect.signature(ours[name]))
-        for name in SEAMS
+        for name in OVERRIDES
         if name in theirs
     }
-    assert len(found) == len(SEAMS) or cls != "Trainer"
+    assert len(found) == len(OVERRIDES) or cls != "Trainer"
     assert not {name: why for name, why in found.items() if why is not None}
 
 
@@ -212,7 +214,7 @@ def test_the_trainer_uploads_only_where_we_stand_in_its_place(version: str) -> N
     }
     assert found == {"Trainer.push_to_hub", "Trainer._push_from_checkpoint"}
     for name in ("push_to_hub", "_push_from_checkpoint"):
-        assert name in SEAMS
+        assert name in OVERRIDES
         assert f"super().{name}" not in inspect.getsource(getattr(DPGrapeTrainer, name))
 
 
@@ -229,7 +231,7 @@ def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None
     ours = {n for cls in own for n, value in vars(cls).items() if inspect.isfunction(value)}
     assert ours
     assert ours <= names & (used | NOT_CALLED)
-    assert overrides().keys() & names <= set(SEAMS)
+    assert overrides().keys() & names <= set(OVERRIDES)
     assert not used & UPLOADS
 
 
