@@ -203,7 +203,7 @@ class AuditSettings:
 
     @property
     def number_of_guesses(self) -> int:
-        """k."""
+        """The number of guesses, k."""
         return self.guesses if self.guesses is not None else max(1, self.canaries // 40)
 
 
@@ -222,16 +222,24 @@ class AuditResult:
 
     @property
     def passed(self) -> bool:
-        """Whether the lower bound does not contradict the claim."""
+        """True if the lower bound does not contradict the claim."""
         return self.lower_bound <= self.claimed_epsilon
 
 
 def audit(settings: AuditSettings | None = None) -> AuditResult:
     """Train on canaries, guess which were included, and return a lower bound on epsilon.
 
+    Args:
+        settings: the settings of run and audit; the defaults if None.
+
     Guarantee:
         If the claim of the run is true, the audit fails with a probability of at most
         ``1 - confidence``. An audit that passes proves nothing: it is one attack.
+
+    Raises:
+        PrivacyError: if no canary was included by chance.
+
+    Source: Steinke, Nasr and Jagielski (2023); see the docstring of the module.
     """
     settings = settings or AuditSettings()
     is_in = torch.rand(settings.canaries, generator=secret_generator()) < 0.5

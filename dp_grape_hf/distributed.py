@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class OtherProcessFailed(PrivacyError):
-    """Another process failed in this logical batch; its own error gives the reason."""
+    """Error in the other processes after one failed; the error of that one gives the reason."""
 
 
 def in_process_group() -> bool:
@@ -37,7 +37,7 @@ def in_process_group() -> bool:
 
 
 def group_size() -> int:
-    """The number of processes that train together."""
+    """Return the number of processes that train together."""
     return dist.get_world_size() if in_process_group() else 1
 
 

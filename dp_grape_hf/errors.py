@@ -4,11 +4,11 @@ from enum import EnumType, StrEnum
 
 
 class PrivacyError(ValueError):
-    """The guarantee would not hold, or options contradict each other."""
+    """Error if the guarantee would not hold, or if options contradict each other."""
 
 
 class UnsupportedModelError(PrivacyError):
-    """The per-sample gradients of this model cannot be computed exactly; says why."""
+    """Error if the per-sample gradients of a model cannot be computed exactly, with the reason."""
 
 
 def require(condition: bool, message: str) -> None:

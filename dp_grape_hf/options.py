@@ -27,7 +27,14 @@ class Range(NamedTuple):
     holds: Callable[[Any], bool] = lambda value: True
 
     def option(self, meaning: str, default: Any = None, otherwise: str = "", **more: Any) -> Option:
-        """Return an option of this range; ``more`` are other fields of ``Option``."""
+        """Return an option of this range.
+
+        Args:
+            meaning: the help text.
+            default: the default value; None if the package chooses.
+            otherwise: the help text about the value of None.
+            **more: other fields of ``Option``.
+        """
         return Option(self, meaning, default, otherwise, **more)
 
 

@@ -58,6 +58,8 @@ TOP_LEVEL = {
     ".pre-commit-config.yaml",
     *("dp_grape_hf", "model_cards", "recipes", "tests"),
 }
+# Words with which no sentence of its own begins.
+SUBORDINATE = {*"How If That Those What When Where Whether Which Who Whoever Whose".split()}
 # of the name of a test, without the prefix "test_"
 MOST_WORDS = 10
 # A path of one machine means nothing on the next; "facebook/opt-125m" is not one.
@@ -209,6 +211,19 @@ def test_no_test_module_is_imported() -> None:
         for module, path in modules_of("tests").items()
     }
     assert_none(wrong, "move what is shared to tests/support")
+
+
+def test_a_docstring_begins_with_an_imperative_or_a_noun() -> None:
+    wrong = {
+        module: {
+            f"{getattr(node, 'name', 'module')}: {text.partition(chr(10))[0]}"
+            for node in nodes(path)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+            and (text := ast.get_docstring(node) or "").split(" ", 1)[0] in SUBORDINATE
+        }
+        for module, path in MODULES.items()
+    }
+    assert_none(wrong, "ruff (D401) checks verbs; write 'Return whether' or 'True if'")
 
 
 def test_no_name_of_a_test_has_more_than_ten_words() -> None:

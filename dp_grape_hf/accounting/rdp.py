@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class AccountantFailure(Exception):
-    """An accountant cannot bound ε for these releases; its fallback is used."""
+    """Error if an accountant cannot bound ε for some releases; its fallback is then used."""
 
 
 class Accountant(ABC):

@@ -232,13 +232,13 @@ class DPGrapeArguments(_Host):
 
     @property
     def logical_batch_size(self) -> int:
-        """The expected size of the logical batch, q N. It is known once a trainer is made."""
+        """The expected size of the logical batch, q N; it is set when a trainer is made."""
         assert self.expected_batch_size is not None
         return self.expected_batch_size
 
     @property
     def private(self) -> bool:
-        """Whether the run adds noise."""
+        """True if the run adds noise."""
         return self.noise_multiplier != 0
 
     def _keep_to_examined_devices(self) -> None:

@@ -90,12 +90,12 @@ class Method:
 
     @property
     def projected(self) -> bool:
-        """Whether it projects per-sample gradients or, in a plug-in, private updates."""
+        """True if the method projects per-sample gradients or, in a plug-in, private updates."""
         return set(self.projections) != {"identity"}
 
     @property
     def projected_at_capture(self) -> bool:
-        """Whether per-sample gradients are projected in the backward pass."""
+        """True if the method projects per-sample gradients in the backward pass."""
         return self.projected and self.update is None
 
 

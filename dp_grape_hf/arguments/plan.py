@@ -66,7 +66,7 @@ class PrivacySpent:
 
     @property
     def private(self) -> bool:
-        """Whether epsilon is finite."""
+        """True if epsilon is finite."""
         return math.isfinite(self.epsilon)
 
 

@@ -32,7 +32,11 @@ _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
 
 
 def refuse_contradictions(args: Any) -> None:
-    """Refuse arguments that are each in range, but contradict each other."""
+    """Refuse arguments that are each in range, but contradict each other.
+
+    Raises:
+        PrivacyError: for the first contradiction; it names the arguments and their values.
+    """
     _refuse_promise(args)
     _refuse_method(args)
     _refuse_units(args)

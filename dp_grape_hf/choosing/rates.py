@@ -442,7 +442,7 @@ def _squared(part: Mapping[str, Noise]) -> float:
 
 
 class _Shown(Exception):
-    """Ends a forward pass before the logits, which take long for large vocabularies."""
+    """Ended forward pass, before the logits, which take long for large vocabularies."""
 
 
 class _Features:

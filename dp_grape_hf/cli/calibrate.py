@@ -45,7 +45,7 @@ Gaussian releases ("releases") at the sampling rate b q ("at rate").
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the table, or JSON."""
+    """Return the table of noise multipliers and epsilons as text, or as JSON with ``--json``."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
     plan: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
     variant: dict[str, Any] = {"adjacency": args.adjacency}

@@ -109,7 +109,7 @@ _forward = nn.Embedding.forward
 
 
 def _look_up(module: nn.Embedding, indices: Tensor) -> Tensor:
-    """Replacement of ``nn.Embedding.forward`` while a model is traced.
+    """Replace ``nn.Embedding.forward`` while a model is traced.
 
     The tracer does not always see a replacement of ``functional.embedding``.
     """

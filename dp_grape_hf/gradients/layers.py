@@ -129,7 +129,7 @@ class Rows:
 
     @property
     def one_each(self) -> bool:
-        """Whether the number of rows was one in all passes."""
+        """True if the number of rows was one in all passes."""
         return set(self._seen.values()) == {1}
 
     def learn(self, two: int, three: int, shapes: Shapes) -> str | None:
@@ -227,12 +227,12 @@ class Site:
 
     @property
     def carried(self) -> bool:
-        """Whether the first input has a sample dimension."""
+        """True if the first input has a sample dimension."""
         return bool(self.rows.carries)
 
     @property
     def is_table(self) -> bool:
-        """Whether the rule applies to look-ups anywhere in the module's forward."""
+        """True if the rule applies to look-ups anywhere in the module's forward."""
         return self.rule is not None and isinstance(self.module, nn.Embedding)
 
     def has_several_tensors(self, args: Any, kwargs: Any) -> bool:

@@ -132,12 +132,12 @@ class LinearPlan:
 
     @property
     def conv1d(self) -> bool:
-        """Whether the weight is stored as (inputs, outputs)."""
+        """True if the weight is stored as (inputs, outputs)."""
         return isinstance(self.layer, Conv1D)
 
     @property
     def keeps_input(self) -> bool:
-        """Whether the gradient of the weight needs the full input."""
+        """True if the gradient of the weight needs the full input."""
         return self.piece is not None and not self._on_input()
 
     def _on_input(self) -> bool:

@@ -65,7 +65,7 @@ class QueryEngine(PerSampleEngine):
         """
 
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
-        """Return the one name and shape of a release: (K,)."""
+        """Return the name and the shape (K,) of a release, which has one tensor."""
         return {ANSWERS: (self.size,)}
 
     def __call__(

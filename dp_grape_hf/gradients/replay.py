@@ -200,7 +200,7 @@ class _Shown(NamedTuple):
 
     @property
     def tells(self) -> Tensor:
-        """Whether a row has a finite loss, and gradients that are finite and not all zero, (B,)."""
+        """True if a row has a finite loss, and finite gradients that are not all zero, (B,)."""
         norms = self.sketches[..., 0].norm(dim=1)
         return norms.isfinite() & (norms > 0) & self.losses.isfinite()
 
@@ -297,7 +297,7 @@ class _Examination:
         return self._watched(run, draws)
 
     def _couples_losses(self) -> bool:
-        """Whether rows have other losses in the batch than alone."""
+        """Return whether rows have other losses in the batch than alone."""
         with torch.no_grad(), WithoutDropout():
             together = self.engine.losses(self.batch).double().cpu()
             rows = [copies_of(self.batch, 1, row) for row in self.alone]
@@ -343,7 +343,7 @@ class _Examination:
             raise PrivacyError(OTHER_STREAMS)
 
     def _differ(self, some: _Shown, others: _Shown, rows: Iterable[int]) -> bool:
-        """Whether the gradients or losses of rows differ in two passes of one batch shape."""
+        """Return whether gradients or losses of rows differ in two passes of one batch shape."""
         strict = _STRICT[computes_in_16_bits(self.engine.model)]
         for row in rows:
             before, now = (shown.sketches[row : row + 1] for shown in (some, others))

@@ -50,7 +50,7 @@ class LayerRule:
         return True
 
     def save(self, layer: Any, layer_input: Tensor, batch_size: int) -> Tensor:
-        """Return the tensor to keep until the backward pass."""
+        """Return the tensor to keep until the backward pass; by default the layer's input."""
         return layer_input
 
     def gradients(

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class EarlierData(Choice):
-    """Statement whether a run may share training examples with earlier runs of the model."""
+    """The statement whether a run may share training examples with earlier runs of the model."""
 
     SAME = "same"
     OTHER = "other"
@@ -45,8 +45,8 @@ class Earlier:
     Attributes:
         ledger: the ledger of the last run, which also contains the runs before it.
         where: the name of this ledger in error messages.
-        same_data: whether this run may use examples that an earlier run used.
-        resumed: whether the last run is this run, which resumes.
+        same_data: True if this run may use examples that an earlier run used.
+        resumed: True if this run resumes the last run.
     """
 
     ledger: Ledger

@@ -67,10 +67,18 @@ _FILES = {
 
 @dataclass(frozen=True)
 class Start(Record):
-    """A run begins. ``schema`` is the version of the format of a mechanism.
+    """The entry that a run begins.
 
     With ``continues=SAME_DATA``, the releases of all runs before it in the chain add up with the
     run's releases. With `OTHER_DATA`, they do not. The first run has ``continues=None``.
+
+    Args:
+        run_id: the unique identifier of the run.
+        at: the time in UTC.
+        versions: package -> version of the software.
+        mechanism: the public parameters of the run.
+        schema: the version of the format of a mechanism.
+        continues: how the releases of earlier runs count; see above.
     """
 
     run_id: str
@@ -83,7 +91,12 @@ class Start(Record):
 
 @dataclass(frozen=True)
 class Weights(Record):
-    """Weights with ``updates`` updates were saved; ``files`` maps file names to SHA-256 digests."""
+    """The entry that weights were saved.
+
+    Args:
+        updates: the number of private updates in the weights.
+        files: file name -> SHA-256 digest, in hex.
+    """
 
     updates: int = field(metadata=_COUNT)
     files: dict[str, str] = field(metadata=_FILES)
@@ -91,9 +104,14 @@ class Weights(Record):
 
 @dataclass(frozen=True)
 class Resume(Record):
-    """The run resumes from weights with ``updates`` updates, with ``changes`` of its mechanism.
+    """The entry that a run resumes from saved weights.
 
-    ``session`` is random, so that two branches of one run have different digests from here on.
+    Args:
+        session: random hex digits, so that two branches of a run have different digests from here.
+        updates: the number of private updates in the weights.
+        at: the time in UTC.
+        versions: package -> version of the software.
+        changes: option -> new value, for parameters of the mechanism that changed.
     """
 
     session: str
@@ -112,7 +130,11 @@ class Projection(Record):
 
 @dataclass(frozen=True)
 class NotPrivate(Record):
-    """The run has no guarantee, and cannot get one later. ``reason`` says why."""
+    """The entry that a run has no guarantee, and cannot get one later.
+
+    Args:
+        reason: the reason, as a sentence.
+    """
 
     reason: str
 

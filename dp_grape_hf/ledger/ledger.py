@@ -276,12 +276,12 @@ class Ledger:
 
     @property
     def started_at(self) -> str:
-        """When this run began, in UTC, to the second."""
+        """The time at which this run began, in UTC, to the second."""
         return self.runs[-1].start.at
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions of the software that this run began with, by package."""
+        """The versions of the software that this run began with, by package."""
         return dict(self.runs[-1].start.versions)
 
     @property
@@ -323,7 +323,7 @@ class Ledger:
 
     @property
     def private(self) -> bool:
-        """Whether a finite epsilon holds."""
+        """True if a finite epsilon holds."""
         return not self.not_private_reasons
 
     @property
@@ -402,9 +402,16 @@ class Ledger:
     def record(self, steps: int = 1) -> None:
         """Record releases. Call this before you make them.
 
+        Args:
+            steps: the number of consecutive releases, at least 1.
+
         Guarantee:
             When it returns, the live file, if any, contains the releases. If it raises, do not make
             them.
+
+        Raises:
+            PrivacyError: if ``steps`` is out of range, or the live file cannot be written, or
+                another process wrote it.
         """
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
         self.links = with_releases(self.links, self.mechanism, steps)

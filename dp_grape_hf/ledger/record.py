@@ -232,7 +232,7 @@ class Mechanism(Record):
 
     @property
     def projection_in_words(self) -> str:
-        """The projection, its rank and how often it is made, for cards and tables."""
+        """The projection, its rank and the steps between redraws, for cards and tables."""
         if self.projection_rank is None:
             return self.projection
         every = self.projection_update_steps
@@ -315,10 +315,7 @@ class Mechanism(Record):
 
 @dataclass(frozen=True)
 class Release(Record):
-    """``count`` consecutive releases of the Poisson-subsampled Gaussian mechanism.
-
-    ``sample_rate`` is q, over all examples. With correlated noise, the rate in a group is b q.
-    """
+    """The entry of ``count`` consecutive releases of the Poisson-subsampled Gaussian mechanism."""
 
     noise_multiplier: float
     sample_rate: float = field(metadata=_RATE)

@@ -160,7 +160,16 @@ _COMPARED = 1024  # bytes of the end of a file: some lines, with their digests
 
 
 def append_line(path: Path, size: int, line: str) -> None:
-    """Append a line to the first ``size`` bytes of a file, and wait until it is on the disk."""
+    """Append a line to the first ``size`` bytes of a file, and wait until it is on the disk.
+
+    Args:
+        path: an existing file.
+        size: number of bytes to keep; later bytes, from a failed write, are cut off.
+        line: the line, with its line break.
+
+    Raises:
+        OSError: if the file cannot be written.
+    """
     with open(path, "r+b") as file:
         file.truncate(size)
         file.seek(size)

@@ -74,7 +74,9 @@ _PART = 2**18  # numbers of each earlier noise vector that are read at once
 
 
 class BandedNoise:
-    """Add ``w = C^-1 z`` to sums, step by step: ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``.
+    """Correlated noise ``w = C^-1 z``, one step after another.
+
+    Step t adds ``w_t = (z_t - sum_j c_j w_(t-j)) / c_0``, where z is independent noise.
 
     Args:
         coefficients: c_0 ... c_(b-1), with an L2 norm of at most 1.
@@ -167,6 +169,6 @@ class Groups:
         self.count = bands
 
     def members(self, number: int) -> Tensor:
-        """Return the units that step ``number`` may sample, in increasing order."""
+        """Return the units that step ``number`` may sample: indices (k,), int64, increasing."""
         group = number % self.count
         return self._order[self._ends[group - 1] if group else 0 : self._ends[group]]

@@ -234,7 +234,7 @@ class Step:
         return run
 
     def _of_trainer(self) -> Callable[[], None]:
-        """The run that the Trainer makes of the same arguments."""
+        """Return the run that the Trainer makes from the same arguments."""
         setting, timeline = self.setting, self.timeline
         args, private = setting.arguments(self.redraws), METHODS[setting.method].private
         options: dict[str, Any] = {"recompute_activations": True} if self.gpu else {}

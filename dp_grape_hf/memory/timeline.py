@@ -118,7 +118,12 @@ class Timeline(TorchDispatchMode):
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def label(self, kind: str, tensors: Any) -> None:
-        """Set the purpose of the memory of tensors, whether it was allocated before or not."""
+        """Set the purpose of the memory of tensors, whether it was allocated before or not.
+
+        Args:
+            kind: a purpose, such as ``WEIGHTS``.
+            tensors: tensors, in any nesting of containers.
+        """
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind

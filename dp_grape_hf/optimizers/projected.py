@@ -1,4 +1,4 @@
-"""Torch's optimizers in the projected space (paper, Algorithm 2).
+"""Optimizers of torch in the projected space (paper, Algorithm 2).
 
 Torch's optimizer updates Z, a flat vector that concatenates the coordinates of all weights. The
 private gradients have the same layout. A step adds the update to Z, adds Z to the weights, and sets

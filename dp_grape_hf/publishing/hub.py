@@ -45,7 +45,7 @@ class Repository:
 
     @property
     def busy(self) -> bool:
-        """Whether a push in the background is not done."""
+        """True while a push runs in the background."""
         return any(not push.done() for push in self._pushes)
 
     def wait(self) -> None:

@@ -242,7 +242,7 @@ class Publisher:
 
     @property
     def busy(self) -> bool:
-        """Whether a push in the background is not done."""
+        """True while a push runs in the background."""
         return self.repository is not None and self.repository.busy
 
     def wait(self) -> None:

@@ -24,7 +24,7 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: of the digest to which anoth
 
 
 class UnknownStorageError(Exception):
-    """A column has a type that is not known here, or a file that cannot be read."""
+    """Error if a column has an unknown type, or a file cannot be read."""
 
 
 def is_stored(dataset: Any) -> bool:

@@ -210,7 +210,7 @@ class PrivacyProgress(ProgressCallback):
             bar.write(text)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Keep the logged signal and noise."""
+        """Store the logged signal and noise for the progress bar."""
         if logs and "noise" in logs:
             groups = [g for g in ("_head", "_body") if f"noise{g}" in logs] or [""]
             shown = {g: logs[f"signal{g}"] for g in groups if f"signal{g}" in logs}

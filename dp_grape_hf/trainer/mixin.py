@@ -1014,7 +1014,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return self.plan.spent(self.ledger)
 
     def releases_left(self) -> float:
-        """Return how many more updates the budget allows; infinite without a target epsilon."""
+        """Return how many more private updates the budget allows; infinite without a budget."""
         return self.plan.releases_left(self.ledger)
 
     # ---- Hyperparameter Search ----

@@ -1,9 +1,4 @@
-"""How the model of a private run is saved and uploaded.
-
-The host would save weights without their epsilon, and upload whole folders, which contain files
-that are not private. Here ledger and card are saved next to the weights, and only ``publishing``
-uploads.
-"""
+"""Saving and publishing of the model of a private run."""
 
 from __future__ import annotations
 
@@ -125,7 +120,12 @@ class SavingMixin(Host):
     # ---- Hub Integration ----
 
     def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
-        """Make or open the repository on the Hub."""
+        """Create or open the repository on the Hub.
+
+        Args:
+            token: an access token; by default ``args.hub_token``.
+            private: the visibility of a new repository; by default ``args.hub_private_repo``.
+        """
         if not self.is_world_process_zero():
             return
         args = self.args

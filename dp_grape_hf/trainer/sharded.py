@@ -1,9 +1,4 @@
-"""How several processes train together, or share the weights (FSDP2).
-
-The host would wrap the model in DDP, which averages ``p.grad``. Or it would shard the model after
-the optimizer was made, reduce gradients by FSDP's hooks, and write sharded checkpoints. So this
-module hides FSDP from the host, and shards, saves and loads the weights itself.
-"""
+"""Training with several processes, with or without sharded weights (FSDP2)."""
 
 from __future__ import annotations
 

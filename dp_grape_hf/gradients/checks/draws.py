@@ -66,7 +66,7 @@ class Owner(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether all rows use the same numbers."""
+        """True if all rows use the same numbers."""
         return self.dims is None and self.row is None
 
 

@@ -58,7 +58,7 @@ def computes_in_16_bits(model: nn.Module) -> bool:
 
 
 def tolerance_for(model: nn.Module) -> Tolerance:
-    """Return the tolerance for two computations of a gradient of this model."""
+    """Return the tolerance between two computations of a gradient of this model, by its dtypes."""
     return LOW if computes_in_16_bits(model) else FULL
 
 

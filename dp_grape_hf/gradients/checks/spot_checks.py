@@ -193,7 +193,7 @@ class RowReplayer(DrawInterceptor):
 
     @property
     def known(self) -> bool:
-        """Whether all draws were replaced, and all recorded numbers were used."""
+        """True if all draws were replaced, and all recorded numbers were used."""
         return self._known and not self._left
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:

@@ -338,7 +338,7 @@ def alignment(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
 
 
 def with_the_mask(model: Any, inputs: Inputs, labels: Tensor) -> Inputs:
-    """Return inputs with the mask of patches, ``bool_masked_pos``."""
+    """Return inputs with the mask of patches (B, patches), ``bool_masked_pos``, from the labels."""
     return {**inputs, "bool_masked_pos": labels}
 
 

@@ -57,7 +57,7 @@ class HeadLoss(ModelLoss):
 
     @property
     def regresses(self) -> bool:
-        """Whether the head is a regression, by ``config.problem_type`` or its default."""
+        """True if the head is a regression, by ``config.problem_type`` or its default."""
         config = getattr(self.model, "config", None)
         outputs = getattr(config, "num_labels", 0)
         return self.head.loss is classification and is_regression(config, outputs)

@@ -19,7 +19,7 @@ class ModelLoss(ABC):
 
     @property
     def regresses(self) -> bool:
-        """Whether the loss is a regression; otherwise the outputs are logits."""
+        """True if the loss is a regression; otherwise the outputs are logits."""
         return False
 
     @abstractmethod
