@@ -35,7 +35,7 @@ from dp_grape_hf.errors import require
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import factors_by_name, secret_generator
 from dp_grape_hf.projections import PRINCIPAL, Projector
-from dp_grape_hf.sharding import whole
+from dp_grape_hf.sharding import full_tensor
 from dp_grape_hf.trainer import DPGrapeTrainer
 
 AUDITED_METHODS = ("dp_grape", "dp_sgd")
@@ -426,7 +426,8 @@ class _Auditor(DPGrapeTrainer):
     def see(self) -> None:
         """Store the current weights, and the release by which they changed since the last call."""
         now = {
-            name: whole(weight.detach()).clone() for name, weight in self.model.named_parameters()
+            name: full_tensor(weight.detach()).clone()
+            for name, weight in self.model.named_parameters()
         }
         before, self._before = self._before, now
         if before is None:

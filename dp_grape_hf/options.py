@@ -119,7 +119,7 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     number = _number(value)
     if number != int(number):
         raise ValueError
@@ -138,7 +138,7 @@ def _is_factor(pattern: Any, value: Any) -> bool:
     return type(pattern) is str and number
 
 
-_READERS: dict[type, Callable[[Any], Any]] = {int: _whole, float: _number, dict: _factors}
+_READERS: dict[type, Callable[[Any], Any]] = {int: _integer, float: _number, dict: _factors}
 _IN_WORDS = {int: "a whole number", float: "a number", dict: FACTORS.needed}
 
 

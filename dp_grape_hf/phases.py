@@ -34,7 +34,7 @@ class Observer:
         """Return the context that a phase runs in."""
         return _NOTHING
 
-    def made(self, what: str, values: Any) -> None:
+    def computed(self, name: str, values: Any) -> None:
         """Receive values that the step has computed, before it uses them."""
 
 

@@ -60,9 +60,9 @@ def local_rows(tensor: Tensor) -> slice:
     return slice(start, start + len(local(tensor)))
 
 
-def rows_here(whole: Tensor, like: Tensor) -> Tensor:
+def rows_here(full: Tensor, like: Tensor) -> Tensor:
     """Return this process's rows of a full tensor, if the tensor ``like`` is sharded."""
-    return whole[local_rows(like)] if isinstance(like, DTensor) else whole
+    return full[local_rows(like)] if isinstance(like, DTensor) else full
 
 
 def spread(tensor: Tensor, like: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def spread(tensor: Tensor, like: Tensor) -> Tensor:
     return result
 
 
-def whole(value: Any) -> Any:
+def full_tensor(value: Any) -> Any:
     """Return a tensor with all of its rows; a collective call for a sharded tensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
@@ -89,7 +89,7 @@ def gathered(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, DTensor):
             if id(value) not in full_tensors:
-                full = whole(value.detach())
+                full = full_tensor(value.detach())
                 full = full.cpu() if is_first() else full.new_empty(0, device="cpu")
                 full_tensors[id(value)] = full
             result[name] = full_tensors[id(value)]
@@ -119,10 +119,10 @@ def load_rows_(model: nn.Module, folder: str | Path) -> None:
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             saved = set(file.keys())
-            for tensor in [tensor for tensor, known in names.items() if known & saved]:
+            for tensor in [tensor for tensor, names_of in names.items() if names_of & saved]:
                 rows = file.get_slice(next(iter(names.pop(tensor) & saved)))
                 local(tensor).copy_(rows[local_rows(tensor)] if tensor.dim() else rows[...])
-    if unseen := [min(known) for tensor, known in names.items() if tensor.requires_grad]:
+    if unseen := [min(names_of) for tensor, names_of in names.items() if tensor.requires_grad]:
         raise UnsupportedModelError(
             f"{folder} has no weights of {', '.join(unseen[:5])}, which are trained. Load a folder "
             "that holds all trained weights of this model."

@@ -77,7 +77,7 @@ def compose_epsilon(
     1.12
     """
     _check_delta("delta", delta)
-    accountant = _known(accountant)
+    accountant = _accountant_of(accountant)
     blocks, counts = blocks_of(releases)
     return Composition(blocks, counts, delta, accountant).epsilon(counts) if blocks else 0.0
 
@@ -131,8 +131,8 @@ def find_noise_multiplier(
             f"{target_epsilon=} must be positive and finite. Pass the budget, for example 6.0."
         )
     _check_delta("target_delta", target_delta)
-    asked = Releases(1.0, sample_rate, steps, **variant)
-    asked.block()  # refuses values out of range
+    with_noise_1 = Releases(1.0, sample_rate, steps, **variant)
+    with_noise_1.block()  # refuses values out of range
     if steps == 0:
         raise PrivacyError(
             f"{steps=} releases nothing, so every noise multiplier meets {target_epsilon=}. Pass "
@@ -147,7 +147,7 @@ def find_noise_multiplier(
         )
 
     def curve(noise_multiplier: float, name: str) -> EpsilonCurve:
-        releases = replace(asked, noise_multiplier=noise_multiplier)
+        releases = replace(with_noise_1, noise_multiplier=noise_multiplier)
         return EpsilonCurve(releases, target_delta, name, earlier)
 
     def rough(sigma: float) -> float:
@@ -159,10 +159,11 @@ def find_noise_multiplier(
     straight = 0 < min(ends) and max(ends) < math.inf
     slope = math.log(ends[1] / ends[0]) / math.log(_NEARBY) if straight else -1.0
     start = curve(guess, accountant)
-    known = {guess: start.epsilon(steps)}  # computing it decides which accountant is used
+    # The first call of ``epsilon`` decides which accountant is used.
+    epsilon_by_multiplier = {guess: start.epsilon(steps)}
 
     def epsilon(sigma: float) -> float:
-        cached = known.get(sigma)
+        cached = epsilon_by_multiplier.get(sigma)
         return curve(sigma, start.accountant).epsilon(steps) if cached is None else cached
 
     sigma = _smallest(epsilon, target_epsilon, guess, slope)
@@ -198,7 +199,7 @@ class EpsilonCurve:
         self._releases, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
         self._delta = delta
-        self._composition = self._compose(_known(accountant))
+        self._composition = self._compose(_accountant_of(accountant))
 
     def _all(self, steps: int) -> tuple[list[Block], list[int]]:
         return blocks_of([replace(self._releases, steps=steps), *self._earlier])
@@ -307,7 +308,7 @@ def _check_delta(name: str, delta: float) -> None:
         )
 
 
-def _known(accountant: str) -> str:
+def _accountant_of(accountant: str) -> str:
     """Return the name of an accountant; ``DEFAULT`` for ``least``, the default of older ledgers."""
     name = DEFAULT if accountant == "least" else accountant
     if name not in ACCOUNTANTS:

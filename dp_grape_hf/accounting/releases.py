@@ -87,5 +87,5 @@ class Releases:
 
 
 def _is_whole(number: object, least: int) -> bool:
-    whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    return whole and number >= least  # type: ignore[operator]
+    is_integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return is_integer and number >= least  # type: ignore[operator]

@@ -126,7 +126,7 @@ class PrivacyPlan:
             refuse_large_delta(delta, num_samples, unit)
         epoch = expected_steps_per_epoch(batch / num_samples)
         self.steps = given or math.ceil(args.num_train_epochs * epoch)
-        self._mechanism = self._asked(num_samples)
+        self._mechanism = self._uncalibrated(num_samples)
         if args.noise_multiplier is None:
             self._mechanism = self._calibrated()
         self._curve: EpsilonCurve | None = None
@@ -165,14 +165,14 @@ class PrivacyPlan:
                 "from its weights has none either. Pass noise_multiplier instead, or start from "
                 "the model before that run."
             )
-        asked = asdict(self._mechanism.releases(self.steps))
-        del asked["noise_multiplier"], asked["bands"]
+        parameters = asdict(self._mechanism.releases(self.steps))
+        del parameters["noise_multiplier"], parameters["bands"]
         budget: dict[str, Any] = {
             "target_epsilon": args.target_epsilon,
             "target_delta": args.target_delta,
             "accountant": args.accountant,
             "earlier": self._spent_before,
-            **asked,
+            **parameters,
         }
         most = self._most_bands if args.noise is None else None
         if args.noise == INDEPENDENT or most == 1:
@@ -217,7 +217,7 @@ class PrivacyPlan:
         releases = self._mechanism.releases(self.steps)
         return EpsilonCurve(releases, delta, self.args.accountant, self._spent_before)
 
-    def _asked(self, num_samples: int) -> Mechanism:
+    def _uncalibrated(self, num_samples: int) -> Mechanism:
         """Return the mechanism of the arguments, with sigma = 0 if it is not calibrated yet."""
         args = self.args
         given = {name: getattr(args, name) for name in _RECORDED}

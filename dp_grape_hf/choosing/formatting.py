@@ -12,9 +12,9 @@ from dp_grape_hf.tables import table
 def rates_line(rates: Rates, schedule: str) -> str:
     """Return one line about the learning rates and their schedule, for the ledger."""
     groups = [
-        f"{own.name}: learning rate {own.rate:.4g}, limited by {own.limit}, at which noise alone "
-        + _effect(own)
-        for own in rates.groups
+        f"{group.name}: learning rate {group.rate:.4g}, limited by {group.limit}, at which noise "
+        f"alone {_effect(group)}"
+        for group in rates.groups
     ]
     return "; ".join([*groups, f"under the schedule {schedule}"])
 
@@ -42,7 +42,7 @@ def run_tables(
     if own.target_epsilon is not None:
         promise = f", epsilon {own.target_epsilon:g} at delta {own.target_delta:g}"
     of = own.releases(steps)
-    apart = "" if own.clipped_apart is None else f"; {own.clipped_apart} separately"
+    separately = "" if own.clipped_apart is None else f"; {own.clipped_apart} separately"
     noise = "independent" if own.noise is None else f"{own.noise}, over {len(own.bands)} steps"
     run = {
         "batch size B": f"{own.expected_batch_size:g} {own.privacy_unit}s a step, expected",
@@ -51,7 +51,7 @@ def run_tables(
         "noise multiplier": f"{own.noise_multiplier:.4g}",
         "noise": noise,
         "accounted as": f"{of.counted} steps at sampling rate {of.counted_rate:.4g}",
-        "clipping": f"C = {own.max_grad_norm:g}, {own.clipping}{apart}",
+        "clipping": f"C = {own.max_grad_norm:g}, {own.clipping}{separately}",
         "optimizer": rule,
         "schedule": schedule,
         "projection P": own.projection_in_words,

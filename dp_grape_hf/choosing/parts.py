@@ -64,7 +64,7 @@ def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Mo
     """
     ran: list[tuple[str, nn.Module]] = []
     hooks = [
-        module.register_forward_hook(lambda m, args, out, own=(name, module): ran.append(own))
+        module.register_forward_hook(lambda m, args, out, entry=(name, module): ran.append(entry))
         for name, module in model.named_modules()
         if isinstance(module, MATRIX_LAYERS)
     ]
@@ -148,13 +148,13 @@ def train_matrices_only(model: Any, output: str) -> list[str]:
     """
     names = {id(p): name for name, p in model.named_parameters()}
     vocabulary = output_embeddings(model)
-    kept: set[int] = set()
+    trained: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, MATRIX_LAYERS) and module is not vocabulary:
-            own = module.parameters() if name == output else [module.weight]
-            kept.update(id(p) for p in own)
+            parameters = module.parameters() if name == output else [module.weight]
+            trained.update(id(p) for p in parameters)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    frozen = [p for p in model.parameters() if id(p) not in kept - tables and p.requires_grad]
+    frozen = [p for p in model.parameters() if id(p) not in trained - tables and p.requires_grad]
     for parameter in frozen:
         parameter.requires_grad_(False)
     return [names[id(p)] for p in frozen]
@@ -178,8 +178,8 @@ def clipped_apart(model: nn.Module, output: str) -> str | None:
     head = model.get_submodule(output)
     if output_embeddings(model) is head or not is_pretrained(model):
         return None
-    own = {id(p) for p in head.parameters()}
-    trained = {id(p) in own for p in model.parameters() if p.requires_grad}
+    of_head = {id(p) for p in head.parameters()}
+    trained = {id(p) in of_head for p in model.parameters() if p.requires_grad}
     return output if trained == {True, False} else None
 
 
@@ -305,9 +305,9 @@ def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[
     seen: list[Tensor] = []
 
     def read(ids: Tensor, *, blank: bool = False) -> Tensor:
-        def alter(module: nn.Module, args: Any, found: Any) -> None:
+        def alter(module: nn.Module, args: Any, outputs: Any) -> None:
             if blank:
-                found[0][:, 1:] = 0
+                outputs[0][:, 1:] = 0
 
         hooks = [
             output.register_forward_pre_hook(lambda module, args: seen.append(args[0].clone())),
@@ -322,7 +322,7 @@ def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[
 
     other = ids.clone()
     other[:, -2] = ids[:, 1]
-    as_it_is = read(ids)
+    unchanged = read(ids)
     blanked, changed = read(ids, blank=True), read(other)
-    whole = as_it_is.dim() == 2 and not torch.equal(as_it_is, changed)
-    return whole and torch.equal(as_it_is, blanked)
+    depends_on_text = unchanged.dim() == 2 and not torch.equal(unchanged, changed)
+    return depends_on_text and torch.equal(unchanged, blanked)

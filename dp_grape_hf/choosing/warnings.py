@@ -35,20 +35,20 @@ def rate_warnings(rates: Rates, *, chosen: bool) -> list[str]:
         )
     if head is None or head.output is None:
         return warnings
-    what, wanted = head.output  # its name, and the noise that rates are chosen for
-    if not chosen and head.effect > _MAX_NOISE * wanted:
+    output, noise = head.output  # its name, and the noise that rates are chosen for
+    if not chosen and head.effect > _MAX_NOISE * noise:
         warnings.append(
-            f"At learning_rate={head.rate:.2g}, noise alone will add {head.effect:.2g} to {what}. "
-            f"A label changes it by about 1, so noise would hide the labels. {leave}"
+            f"At learning_rate={head.rate:.2g}, noise alone will add {head.effect:.2g} to "
+            f"{output}. A label changes it by about 1, so noise would hide the labels. {leave}"
         )
-    if not chosen and head.reach < _MIN_MOVE * wanted:
+    if not chosen and head.reach < _MIN_MOVE * noise:
         warnings.append(
-            f"Nothing will be learnt: if all examples agreed, {what} would move by "
+            f"Nothing will be learnt: if all examples agreed, {output} would move by "
             f"{head.reach:.2g} in the whole run at learning_rate={head.rate:.2g}. {leave}"
         )
     elif head.reach < _MIN_SIGNAL_TO_NOISE * head.effect:
         warnings.append(
-            f"Nothing will be learnt: if all examples agreed, {what} would move only "
+            f"Nothing will be learnt: if all examples agreed, {output} would move only "
             f"{head.reach / head.effect:.2g} times as far as by noise alone. There are too few "
             "examples for this epsilon, or the batch is too small. Raise epsilon, "
             "num_train_epochs or expected_batch_size, or use more examples."

@@ -40,14 +40,14 @@ def _as_json(result: AuditResult) -> str:
 
 def _as_text(result: AuditResult) -> str:
     settings = result.settings
-    asked = {
+    options = {
         "projection": settings.projection,
         "gradient factors": settings.gradient_factors,
         "noise": None if settings.noise == "independent" else settings.noise,
     }
     lines = {
         "method": f"{settings.method}, {settings.clipping} clipping",
-        **{name: str(value) for name, value in asked.items() if value is not None},
+        **{name: str(value) for name, value in options.items() if value is not None},
         "steps": f"{result.steps}, sample rate {result.sample_rate:g}, "
         f"noise multiplier {result.noise_multiplier:.4f}",
         "canaries": f"{settings.canaries}, {result.included} of them in the training set",

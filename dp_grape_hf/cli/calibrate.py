@@ -59,16 +59,16 @@ def run(args: argparse.Namespace) -> str:
     }
     rows: list[_Row] = []
     coefficients: tuple[float, ...]
-    for asked in tqdm(
+    for value in tqdm(
         args.noise_multiplier or args.target_epsilon or DEFAULT_EPSILONS, disable=None
     ):
-        target, coefficients, left = asked, (1.0,), None
+        target, coefficients, left = value, (1.0,), None
         if args.noise_multiplier is not None:
-            target, sigma = None, asked
+            target, sigma = None, value
         elif workload is None:
-            sigma = rounded_up(find_noise_multiplier(target_epsilon=asked, **budget))
+            sigma = rounded_up(find_noise_multiplier(target_epsilon=value, **budget))
         else:
-            coefficients, sigma, left = find_bands(target_epsilon=asked, **budget)
+            coefficients, sigma, left = find_bands(target_epsilon=value, **budget)
             sigma = rounded_up(sigma)
         releases = Releases(sigma, **plan, **variant, bands=len(coefficients))
         curve = EpsilonCurve(releases, args.target_delta, args.accountant)

@@ -102,26 +102,26 @@ def converted(source: str) -> str:
     lines = source.splitlines(keepends=True)
     for node in reversed(list(ast.walk(ast.parse(source)))):  # later lines first
         if isinstance(node, ast.ImportFrom) and not node.level:
-            known = CLASSES.get((node.module or "").partition(".")[0], ())
-            taken = [alias for alias in node.names if alias.name in known]
-            if taken:
+            classes = CLASSES.get((node.module or "").partition(".")[0], ())
+            replaced = [alias for alias in node.names if alias.name in classes]
+            if replaced:
                 assert node.end_lineno is not None
                 first, last = node.lineno - 1, node.end_lineno
-                names = [f"DPGrape{a.name} as {a.asname or a.name}" for a in taken]
+                names = [f"DPGrape{a.name} as {a.asname or a.name}" for a in replaced]
                 ours = f"{' ' * node.col_offset}from dp_grape_hf import {', '.join(names)}\n"
-                lines[first:last] = [*_without(lines[first:last], node, taken), ours]
+                lines[first:last] = [*_without(lines[first:last], node, replaced), ours]
     return "".join(lines)
 
 
-def _without(lines: list[str], node: ast.ImportFrom, taken: Sequence[ast.alias]) -> list[str]:
+def _without(lines: list[str], node: ast.ImportFrom, removed: Sequence[ast.alias]) -> list[str]:
     """Return the lines of an import without some of its names.
 
     The other lines are not changed if each removed name has a separate line.
     """
-    rest = [alias for alias in node.names if alias not in taken]
+    rest = [alias for alias in node.names if alias not in removed]
     if not rest:
         return []
-    gone = {alias.lineno for alias in taken}
+    gone = {alias.lineno for alias in removed}
     if not gone & {node.lineno, *(alias.lineno for alias in rest)}:
         return [line for number, line in enumerate(lines, node.lineno) if number not in gone]
     left = ast.ImportFrom(node.module, rest, node.level)

@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> str:
     model, tokenizer = _model(args)
     options = {name: getattr(args, name) for name in (*_GIVEN, *_SIZES)}
     with tempfile.TemporaryDirectory() as folder:
-        asked = DPGrapeTrainingArguments(
+        arguments = DPGrapeTrainingArguments(
             output_dir=folder,
             report_to="none",
             use_cpu=True,
@@ -34,7 +34,9 @@ def run(args: argparse.Namespace) -> str:
             **{name: value for name, value in options.items() if value is not None},
         )
         examples = Unseen(args.num_samples)
-        trainer = DPGrapeTrainer(model, asked, train_dataset=examples, processing_class=tokenizer)
+        trainer = DPGrapeTrainer(
+            model, arguments, train_dataset=examples, processing_class=tokenizer
+        )
         with progress("Choosing hyperparameters", shown=sys.stderr.isatty()):
             return trainer.suggestion()
 

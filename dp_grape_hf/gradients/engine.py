@@ -37,7 +37,7 @@ from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import is_sharded, whole
+from dp_grape_hf.sharding import full_tensor, is_sharded
 
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
@@ -311,7 +311,7 @@ class PerSampleEngine(ABC):
             assert parameter.grad is not None
             name, gradient = names[parameter], parameter.grad.float()
             parameter.grad = None
-            gradient = whole(gradient)  # a mean over processes, which all run this sample
+            gradient = full_tensor(gradient)  # a mean over processes, which all run this sample
             projector = projectors.get(name)
             with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                 gradient = projector.project(gradient) if projector else gradient

@@ -111,7 +111,7 @@ def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
 def _find(model: nn.Module, args: Any) -> Earlier | None:
     try:
         named = args.earlier_ledger
-        found = _of_model(model) if named is None else _newest(Path(named))
+        earlier = _of_model(model) if named is None else _newest(Path(named))
     except _NotKnown as unknown:
         if args.private and args.earlier_data != EarlierData.OTHER:
             raise PrivacyError(
@@ -121,7 +121,7 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
             ) from unknown
         logger.info("%s. No earlier run is counted.", unknown)
         return None
-    if found is None:
+    if earlier is None:
         require(
             args.earlier_data is None,
             f"earlier_data={args.earlier_data!r}, but no {LEDGER_NAME} of an earlier run was found "
@@ -129,7 +129,7 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
             "if the model comes from no private run.",
         )
         return None
-    ledger, where, folder = found
+    ledger, where, folder = earlier
     if _is_resumed(ledger, folder, args):
         return Earlier(ledger, where, same_data=False, resumed=True)
     if args.earlier_data is None and args.private:
@@ -200,9 +200,9 @@ def _of_model(model: nn.Module) -> _Found | None:
             unknown = failure
             continue
         if path is not None and path.is_file():
-            found = _newest(path)
-            if note is None or found[0].has_ended_with(note.get("ledger", found[0].head)):
-                return found
+            newest = _newest(path)
+            if note is None or newest[0].has_ended_with(note.get("ledger", newest[0].head)):
+                return newest
     if unknown is not None:
         raise unknown
     if note is not None:
@@ -221,11 +221,12 @@ def _from_hub(name: str, revision: str | None) -> Path | None:
         _NotKnown: the request failed for another reason than a missing file. The Hub also reports
             private repositories as missing.
     """
-    what = f"Whether {name!r}, where this model comes from, has a {LEDGER_NAME} is not known"
+    message = f"Whether {name!r}, where this model comes from, has a {LEDGER_NAME} is not known"
     try:
         return Path(hf_hub_download(name, LEDGER_NAME, revision=revision))
     except HFValidationError as error:
-        raise _NotKnown(f"{what}: no folder here has that name, and no repository can") from error
+        reason = "no folder here has that name, and no repository can"
+        raise _NotKnown(f"{message}: {reason}") from error
     except Exception as error:  # from the Hub's client, or from its HTTP library
         away = isinstance(error, LocalEntryNotFoundError)  # not in the cache, no answer of the Hub
         if isinstance(error, EntryNotFoundError) and not away:
@@ -236,7 +237,7 @@ def _from_hub(name: str, revision: str | None) -> Path | None:
                 return None
         cause = (error.__cause__ if away else None) or error
         reason = next(iter(f"{cause}".splitlines()), "")
-        raise _NotKnown(f"{what} ({type(cause).__name__}: {reason})") from error
+        raise _NotKnown(f"{message} ({type(cause).__name__}: {reason})") from error
 
 
 def _newest(place: Path) -> _Found:
@@ -249,9 +250,9 @@ def _newest(place: Path) -> _Found:
     ledger, folder = Ledger.load(path), path.resolve().parent
     live = folder.parent / LEDGER_NAME
     if live.is_file():
-        whole = Ledger.load(live)
-        if whole.run_id == ledger.run_id and whole.goes_on_from(ledger):
-            return whole, f"{live}", folder
+        newer = Ledger.load(live)
+        if newer.run_id == ledger.run_id and newer.goes_on_from(ledger):
+            return newer, f"{live}", folder
     return ledger, f"{path}", folder
 
 

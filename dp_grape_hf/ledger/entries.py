@@ -202,14 +202,14 @@ class RecordedRun:
     def accounted_in_words(self) -> str:
         """The inputs of the accountant as text: number of releases, sampling rate, sigma."""
         of = self.accounted
-        said = (
+        text = (
             f"{of.counted} releases at sampling rate {of.counted_rate:.6g} "
             f"with sigma {of.noise_multiplier:.6g}"
         )
         if of.bands > 1:
             terms = " + ".join(f"ceil({steps} / {of.bands})" for steps in self.sessions)
-            said += f", ceil(steps / bands) of each session: {terms}"
-        return said
+            text += f", ceil(steps / bands) of each session: {terms}"
+        return text
 
 
 def released(runs: Iterable[RecordedRun]) -> list[accounting.Releases]:
@@ -315,8 +315,8 @@ def decoded(content: Any, number: int) -> Entry:
     require(isinstance(content, dict), f"{where}: {content!r} must be an object.")
     content = dict(content)
     kind = content.pop("kind", None)
-    known = isinstance(kind, str) and kind in KINDS
-    require(known, f"{where}: kind={kind!r} must be one of {', '.join(KINDS)}.")
+    is_known = isinstance(kind, str) and kind in KINDS
+    require(is_known, f"{where}: kind={kind!r} must be one of {', '.join(KINDS)}.")
     cls, where = KINDS[kind], f"{where}, {kind}"
     if cls is Start:
         mechanism = content.get("mechanism")
@@ -412,22 +412,22 @@ def broken(links: Sequence[Link]) -> str | None:
     return None
 
 
-def goes_on(whole: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Return whether the chain ``whole`` equals ``links``, or extends it."""
+def goes_on(longer: Sequence[Link], links: Sequence[Link]) -> bool:
+    """Return whether the chain ``longer`` equals ``links``, or extends it."""
     *sealed, (last, digest) = links
     at = len(sealed)
-    if len(whole) <= at or list(whole[:at]) != sealed:
+    if len(longer) <= at or list(longer[:at]) != sealed:
         return False
-    now = whole[at].entry
-    return counts_on(last, now) or whole[at] == (last, digest)
+    now = longer[at].entry
+    return counts_on(last, now) or longer[at] == (last, digest)
 
 
-def lacks_releases(whole: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Return whether ``links`` has releases, after the two chains differ, that ``whole`` lacks."""
-    pairs = enumerate(zip(links, whole, strict=False))
-    common = next((n for n, (one, other) in pairs if one != other), len(whole))
+def lacks_releases(longer: Sequence[Link], links: Sequence[Link]) -> bool:
+    """Return whether ``links`` has releases, after the two chains differ, that ``longer`` lacks."""
+    pairs = enumerate(zip(links, longer, strict=False))
+    common = next((n for n, (one, other) in pairs if one != other), len(longer))
     more = any(isinstance(link.entry, Release) for link in links[common:])
-    return more and not goes_on(whole, links)
+    return more and not goes_on(longer, links)
 
 
 def has_been_head(digest: str, links: Sequence[Link]) -> bool:

@@ -432,13 +432,13 @@ class Ledger:
         Raises:
             PrivacyError: The run has another P, and never recomputes it.
         """
-        known = self.runs[-1].projection
-        if known == digest:
+        recorded = self.runs[-1].projection
+        if recorded == digest:
             return
         require(
-            known is None or self.mechanism.projection_update_steps is not None,
-            f"the projection has the digest {digest[:12]}, but this run used {known}. Resume from "
-            "a checkpoint of the run: its optimizer state contains the projection.",
+            recorded is None or self.mechanism.projection_update_steps is not None,
+            f"The projection has the digest {digest[:12]}, but this run used {recorded}. Resume "
+            "from a checkpoint of the run: its optimizer state contains the projection.",
         )
         self._append(Projection(digest))
 
@@ -482,24 +482,24 @@ class Ledger:
         """
         if self.path is None:
             return
-        known = None
+        end = None
         if self._written and self.path.exists():
-            known = next((one for one in self._written if one.is_in(self.path)), None)
+            end = next((one for one in self._written if one.is_in(self.path)), None)
             require(
-                known is not None,
+                end is not None,
                 f"{self.path} changed since this run last wrote it: another run was started in its "
                 "folder, or the file was edited. Give each run a separate output_dir.",
             )
         try:  # after an error, the file may have the old end or the new one
-            if line is None or known is None:
+            if line is None or end is None:
                 text = to_text(self.links)
                 self._written += (Written.of(text),)
                 write_text(self.path, text)
                 self._written = self._written[-1:]
             else:
-                self._written = (known._replace(more=line.encode()),)
-                append_line(self.path, known.size, line)
-                self._written = (known.and_line(line),)
+                self._written = (end._replace(more=line.encode()),)
+                append_line(self.path, end.size, line)
+                self._written = (end.and_line(line),)
         except OSError as error:
             raise PrivacyError(
                 f"{self.path} cannot be written: {error}. The private update that was to be "

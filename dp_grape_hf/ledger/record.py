@@ -66,25 +66,25 @@ def _parsed(text: str) -> Any:
 
 
 def _are_factors(text: str) -> bool:
-    found = _parsed(text)
+    factors = _parsed(text)
     return (
-        isinstance(found, dict)
-        and found != {}
+        isinstance(factors, dict)
+        and factors != {}
         and all(
             type(f) in (int, float) and _LEAST_FACTOR <= f <= _LARGEST_FACTOR
-            for f in found.values()
+            for f in factors.values()
         )
     )
 
 
 def _are_coefficients(text: str) -> bool:
-    found = _parsed(text)
+    coefficients = _parsed(text)
     return (
-        isinstance(found, list)
-        and len(found) > 1
-        and all(type(c) is float for c in found)
-        and found[0] > 0
-        and math.fsum(c * c for c in found) <= 1 + _ROUNDING
+        isinstance(coefficients, list)
+        and len(coefficients) > 1
+        and all(type(c) is float for c in coefficients)
+        and coefficients[0] > 0
+        and math.fsum(c * c for c in coefficients) <= 1 + _ROUNDING
     )
 
 
@@ -271,7 +271,7 @@ class Mechanism(Record):
             "Noise": noises.get(self.noise or ""),
             "Gradient factors": self.gradient_factors
             and f"{self.gradient_factors}, before the clip",
-            "Clipped apart": self.clipped_apart
+            "Clipped separately": self.clipped_apart
             and f"{self.clipped_apart} and the rest, each to C / √2",
             "Chosen without the data": self.chosen,
         }

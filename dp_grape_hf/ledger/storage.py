@@ -54,9 +54,9 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
         if first != _FIRST_LINE:
             return _of_version_1(_json(first if _is_json(first) else content))
         require(bool(lines), "it ends after its first line.")
-        *whole, torn = lines
+        *complete, torn = lines
         links: list[Link] = []
-        for number, line in enumerate(whole, 1):
+        for number, line in enumerate(complete, 1):
             link = _link(_json(line), number)
             if links and counts_on(links[-1].entry, link.entry):
                 links.pop()

@@ -34,11 +34,11 @@ class Turns:
         bands: b, the number of groups; 1 for independent noise.
 
     Attributes:
-        made: number of releases so far.
+        releases: number of releases so far.
     """
 
     def __init__(self, bands: int = 1) -> None:
-        self.bands, self.made = bands, 0
+        self.bands, self.releases = bands, 0
         self._groups: Groups | None = None
 
     def groups(self, num_samples: int, generator: torch.Generator) -> Groups | None:
@@ -61,10 +61,10 @@ class Turns:
             turn: the step that the batch was sampled for; None if no sampler made it.
         """
         require(
-            self.bands == 1 or turn in (None, Turn(self.bands, self.made)),
+            self.bands == 1 or turn in (None, Turn(self.bands, self.releases)),
             f"This batch was sampled for {turn}, and Turn(bands={self.bands}, release="
-            f"{self.made}) is next. With correlated noise an example may take part only once in "
-            f"{self.bands} steps, so use the batches of a run in order, each of them once. Call "
+            f"{self.releases}) is next. With correlated noise, an example may take part only once "
+            f"in {self.bands} steps, so use the batches of a run in order, each of them once. Call "
             "train() or start() first, take batches from one iterator of "
             "trainer.get_train_dataloader(), and make a new iterator only when you stop using it.",
         )
@@ -82,7 +82,7 @@ class BandedNoise:
         coefficients: c_0 ... c_(b-1), with an L2 norm of at most 1.
 
     Attributes:
-        made: number of calls of ``add_``.
+        steps: number of calls of ``add_``.
 
     Guarantee:
         Every z is drawn anew. This object alone keeps the last b - 1 noise vectors w, which
@@ -93,16 +93,16 @@ class BandedNoise:
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._first, *self._others = coefficients
         self._ring: Tensor | None = None  # (b - 1, numbers): the last w; each replaces the oldest
-        self.made = 0
+        self.steps = 0
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise PrivacyError(
-            "the noise of earlier steps cannot be pickled or copied. Anyone who has it knows a "
+            "The noise of earlier steps cannot be pickled or copied. Anyone who has it knows a "
             "part of later noise. Leave this object out of the files that you save."
         )
 
     @property
-    def kept(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The tensors that hold the noise of earlier steps; secret."""
         return [] if self._ring is None else [self._ring]
 
@@ -123,7 +123,7 @@ class BandedNoise:
             divisor: a constant.
             at_once: as in ``add_noise_``.
         """
-        self.made += 1
+        self.steps += 1
         if std:
             flat = [value.view(-1) for value in values]
             sizes = [len(value) for value in flat]
@@ -137,7 +137,7 @@ class BandedNoise:
         self, ring: Tensor, std: float, generator: torch.Generator, at_once: int | None
     ) -> Tensor:
         """Return the next w; it overwrites the oldest w, which no later step needs."""
-        oldest = self.made % len(ring)
+        oldest = self.steps % len(ring)
         ages = [(oldest - row - 1) % len(ring) for row in range(len(ring))]  # 0 of the newest
         weights = ring.new_tensor([-self._others[age] / self._first for age in ages])
         for part in ring.split(_PART, dim=1):

@@ -112,25 +112,27 @@ ByPart = dict[bool, Tensor]
 
 def take(gradients: Gradients) -> dict[str, PerSampleGradient]:
     """Move gradients into a new dictionary, so that each is freed once it is added up."""
-    taken = dict(gradients)
+    moved = dict(gradients)
     if isinstance(gradients, FlatGradients):
         gradients.others.clear()
     elif isinstance(gradients, dict):
         gradients.clear()
-    return taken
+    return moved
 
 
-def in_parts(by_name: dict[str, _T], apart: str | None) -> dict[bool, dict[str, _T]]:
+def in_parts(by_name: dict[str, _T], clipped_apart: str | None) -> dict[bool, dict[str, _T]]:
     """Split values of parameters into the parts that are clipped separately.
 
     Args:
-        by_name: parameter name -> value. Values of the module ``apart`` are removed from it.
-        apart: name of the module that is clipped separately; None for one part.
+        by_name: parameter name -> value. Values of ``clipped_apart`` are removed from it.
+        clipped_apart: name of the module that is clipped separately; None for one part.
 
     Returns:
         Part -> its values by parameter name, without empty parts; True is the module's part.
     """
-    of_module = [n for n in by_name if apart is not None and n.startswith(f"{apart}.")]
+    of_module = [
+        n for n in by_name if clipped_apart is not None and n.startswith(f"{clipped_apart}.")
+    ]
     moved = {name: by_name.pop(name) for name in of_module}
     return {part: some for part, some in ((False, by_name), (True, moved)) if some}
 
@@ -140,18 +142,18 @@ class ExactNorms:
 
     Args:
         gradient_factors: as in ``Gathered.squared_norm``.
-        apart: name of a module that is clipped separately; None for one part.
+        clipped_apart: name of a module that is clipped separately; None for one part.
     """
 
     def __init__(
-        self, gradient_factors: Mapping[str, float] = _NONE, apart: str | None = None
+        self, gradient_factors: Mapping[str, float] = _NONE, clipped_apart: str | None = None
     ) -> None:
-        self._gradient_factors, self._apart = gradient_factors, apart
+        self._gradient_factors, self._clipped_apart = gradient_factors, clipped_apart
         self._squared: ByPart = {}
 
     def add(self, per_sample_grads: Gradients) -> None:
         """Add the norms of a group of parameters; groups have no parameter in common."""
-        for part, some in in_parts(dict(per_sample_grads), self._apart).items():
+        for part, some in in_parts(dict(per_sample_grads), self._clipped_apart).items():
             squared = Gathered.of(some).squared_norm(self._gradient_factors)
             self._squared[part] = self._squared.get(part, 0.0) + squared
 
@@ -171,7 +173,7 @@ def add_clipped_sum_(
     max_grad_norm: float,
     automatic: bool = False,
     gradient_factors: Mapping[str, float] = _NONE,
-    apart: str | None = None,
+    clipped_apart: str | None = None,
 ) -> None:
     """Add ``sum_i clip(f g_i, C) / f`` to ``total``, where missing parameters count as zero.
 
@@ -181,16 +183,16 @@ def add_clipped_sum_(
         max_grad_norm: C.
         automatic: whether gradients shorter than C are scaled up (automatic clipping).
         gradient_factors: parameter name -> f; missing factors are 1.
-        apart: name of a module that is clipped separately; None for one part.
+        clipped_apart: name of a module that is clipped separately; None for one part.
 
     Sensitivity:
         The contribution of one sample, times f, has an L2 norm of at most C over all parameters
         jointly. A sample with a norm that is not finite adds nothing.
     """
-    taken = take(per_sample_grads)
-    parts = {part: Gathered.of(some) for part, some in in_parts(taken, apart).items()}
+    gradients = take(per_sample_grads)
+    parts = {part: Gathered.of(some) for part, some in in_parts(gradients, clipped_apart).items()}
     norms = {part: some.squared_norm(gradient_factors).sqrt() for part, some in parts.items()}
-    factors = factors_of_parts(norms, max_grad_norm, automatic, apart)
+    factors = factors_of_parts(norms, max_grad_norm, automatic, clipped_apart)
     for part, gathered in parts.items():
         add_weighted_sum_(total, gathered, factors[part])
 
@@ -225,19 +227,19 @@ class Factors:
         return gradient.select(self.contributing), values
 
 
-def bound_of_part(max_grad_norm: float, apart: str | None) -> float:
-    """Return the clipping norm of each part: C, or C / sqrt(2) if ``apart`` names a module."""
-    return max_grad_norm if apart is None else max_grad_norm * math.sqrt(0.5)
+def bound_of_part(max_grad_norm: float, clipped_apart: str | None) -> float:
+    """Return the clipping norm of each part: C, or C / sqrt(2) with a ``clipped_apart`` module."""
+    return max_grad_norm if clipped_apart is None else max_grad_norm * math.sqrt(0.5)
 
 
 def factors_of_parts(
-    norms: ByPart, max_grad_norm: float, automatic: bool, apart: str | None
+    norms: ByPart, max_grad_norm: float, automatic: bool, clipped_apart: str | None
 ) -> dict[bool, Factors]:
     """Return the clipping factors of each part, so that both together have a norm of at most C.
 
     A sample with a norm that is not finite in one part is left out of both.
     """
-    bound = bound_of_part(max_grad_norm, apart)
+    bound = bound_of_part(max_grad_norm, clipped_apart)
     lost = ~torch.stack([some.isfinite() for some in norms.values()]).all(0)
     return {
         part: clip_factors(some.masked_fill(lost, math.inf), bound, automatic)
@@ -252,8 +254,8 @@ def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factor
     """
     finite = norms.isfinite()
     reads = norms.device.type in _SYNCHRONOUS
-    whole = reads and bool(finite.all())
-    if reads and not whole:  # 0 * NaN is NaN: such a sample must not enter the sum
+    all_finite = reads and bool(finite.all())
+    if reads and not all_finite:  # 0 * NaN is NaN: such a sample must not enter the sum
         norms = norms[finite]
     if automatic:
         values = max_grad_norm / (norms + STABILITY)
@@ -261,7 +263,7 @@ def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factor
         values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
     if not reads:
         return Factors(values.masked_fill(~finite, 0), finite, of_all=True)
-    return Factors(values, None if whole else finite)
+    return Factors(values, None if all_finite else finite)
 
 
 def add_weighted_sum_(total: dict[str, Tensor], gathered: Gathered, factors: Factors) -> None:

@@ -261,15 +261,15 @@ def with_separate_seeds(
         The results, in the order of the items.
     """
     items = list(items)
-    made = []
+    results = []
     with keeping_random_state():
         each = zip(items, seeds(len(items)), strict=True)
         for item, (of_torch, of_python, of_numpy) in each:
             torch.default_generator.manual_seed(of_torch)
             random.seed(of_python)
             np.random.seed([of_numpy % 2**32, of_numpy >> 32])
-            made.append(function(item))
-    return made
+            results.append(function(item))
+    return results
 
 
 # ---- Physical batches ----
@@ -295,12 +295,14 @@ def stacked(
     for number, row in enumerate(rows):
         by_form[_form(row)].append(number)
     for members in sorted(by_form.values(), key=lambda one: _size(rows[one[0]]), reverse=True):
-        for some in pack(members):
+        for rows_of_batch in pack(members):
             batch = {
-                name: torch.cat([rows[i][name] for i in some]) if isinstance(v, Tensor) else v
-                for name, v in rows[some[0]].items()
+                name: torch.cat([rows[i][name] for i in rows_of_batch])
+                if isinstance(v, Tensor)
+                else v
+                for name, v in rows[rows_of_batch[0]].items()
             }
-            yield Stack(batch, some)
+            yield Stack(batch, rows_of_batch)
 
 
 def _form(rows: Rows) -> Hashable:

@@ -111,7 +111,10 @@ class PrivateMechanism:
     ) -> None:
         facts = ledger.mechanism
         self.per_sample = per_sample
-        self._automatic, self._apart = facts.clipping == Clipping.AUTOMATIC, facts.clipped_apart
+        self._automatic, self._clipped_apart = (
+            facts.clipping == Clipping.AUTOMATIC,
+            facts.clipped_apart,
+        )
         self.max_grad_norm = facts.max_grad_norm
         self.noise_multiplier = facts.noise_multiplier
         self.expected_batch_size = facts.expected_batch_size
@@ -126,9 +129,12 @@ class PrivateMechanism:
         self._clipped_sum: dict[str, Tensor] | None = None
         self._layout: Layout | None = None
         self._flat: Tensor | None = None  # (D,), the vector that most sums are views of
-        factor_of, apart = self.gradient_factors, self._apart
+        factor_of, clipped_apart = self.gradient_factors, self._clipped_apart
         self._runs = Runs(
-            lambda name: (factor_of.get(name, 1.0), apart and name.startswith(f"{apart}."))
+            lambda name: (
+                factor_of.get(name, 1.0),
+                clipped_apart and name.startswith(f"{clipped_apart}."),
+            )
         )
         self._state = StateGuard(model=per_sample.model, loss=per_sample.loss)
         self._before: Any = None  # state of model and loss when the logical batch began
@@ -141,9 +147,9 @@ class PrivateMechanism:
         return self._summed_noise_std / self.expected_batch_size
 
     @property
-    def kept_noise(self) -> list[Tensor]:
+    def noise_buffers(self) -> list[Tensor]:
         """The tensors that hold the noise of earlier steps, if any does; secret."""
-        return [] if self._banded is None else self._banded.kept
+        return [] if self._banded is None else self._banded.buffers
 
     @property
     def _summed_noise_std(self) -> float:
@@ -191,7 +197,7 @@ class PrivateMechanism:
         rounding. So the factors are for norms that are larger by the tolerance, and no sample
         exceeds C.
         """
-        norms, again = (ExactNorms(self.gradient_factors, self._apart) for _ in range(2))
+        norms, again = (ExactNorms(self.gradient_factors, self._clipped_apart) for _ in range(2))
         cpu = self.per_sample.device.type == "cpu"
         grown = 1 + (_REPEATED_ON_CPU if cpu else _REPEATED)
 
@@ -202,12 +208,14 @@ class PrivateMechanism:
         @cache
         def factors() -> dict[bool, Factors]:
             largest = {part: grown * norm for part, norm in norms.by_part().items()}
-            return factors_of_parts(largest, self.max_grad_norm, self._automatic, self._apart)
+            return factors_of_parts(
+                largest, self.max_grad_norm, self._automatic, self._clipped_apart
+            )
 
         def add(per_sample_grads: Gradients) -> None:
             with self._clipping(per_sample_grads):
                 again.add(per_sample_grads)
-                for part, some in in_parts(take(per_sample_grads), self._apart).items():
+                for part, some in in_parts(take(per_sample_grads), self._clipped_apart).items():
                     add_weighted_sum_(total, Gathered.of(some), factors()[part])
 
         losses = self.per_sample.stream(inputs, self.projectors, measure, add)
@@ -226,7 +234,7 @@ class PrivateMechanism:
         return losses
 
     def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
-        bound, automatic, apart = self.max_grad_norm, self._automatic, self._apart
+        bound, automatic, clipped_apart = self.max_grad_norm, self._automatic, self._clipped_apart
         with self._clipping(per_sample_grads):
             if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
                 if self._flat is None:  # allocated late: the first backward pass needs the memory
@@ -239,13 +247,13 @@ class PrivateMechanism:
                 )
                 laid_out.others.clear()  # so that each is freed once it is added up
             factors = self.gradient_factors
-            add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, apart)
+            add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, clipped_apart)
 
     @contextlib.contextmanager
     def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:
         """Switch autocast and TF32 off inside, so that float32 operations are not rounded."""
         observer = self.per_sample.observer
-        observer.made(PER_SAMPLE, per_sample_grads)
+        observer.computed(PER_SAMPLE, per_sample_grads)
         with (
             observer.phase(CLIP),
             torch.no_grad(),
@@ -270,7 +278,7 @@ class PrivateMechanism:
         clipped_sum, self._clipped_sum = self._clipped_sum, None
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
-        self.turns.made += 1
+        self.turns.releases += 1
         layout, flat, self._flat = self._layout, self._flat, None
         if layout is not None and flat is None:
             flat = self._zeros(layout.size)

@@ -118,7 +118,7 @@ class PoissonBatchSampler(Sampler[list[int]]):
         Every rank must call this, so that all ranks use the same random numbers.
         """
         turns = self._turns()
-        groups, first = turns.groups(self.num_samples, self.generator), turns.made
+        groups, first = turns.groups(self.num_samples, self.generator), turns.releases
         for number in range(first, first + self.steps):
             drawn = self.draw() if groups is None else self._draw_of_group(groups, number)
             yield Share(drawn, Turn(turns.bands, number))
@@ -173,8 +173,8 @@ class Each:
     def __call__(self, function: Callable[[Any], Made], share: list[Any]) -> Share[Made]:
         """Return the results, for the step that the share was sampled for."""
         with self._state.unchanged():
-            made = with_separate_seeds(function, share, self._seeds)
-        return Share(made, getattr(share, "turn", None))
+            results = with_separate_seeds(function, share, self._seeds)
+        return Share(results, getattr(share, "turn", None))
 
 
 class LogicalBatch(list[Any]):

@@ -46,17 +46,17 @@ class _Energy:
     """The energy of some releases, and of the noise in them."""
 
     noise = variance = 0.0
-    found: Tensor | float = 0.0
+    energy: Tensor | float = 0.0
 
     @classmethod
     def sum(cls, parts: Iterable[_Energy], weight: int = 1) -> _Energy:
         """Return the energy of all parts together, so many times."""
-        whole = cls()
+        total = cls()
         for part in parts:
-            whole.found = whole.found + part.found * weight
-            whole.noise += part.noise * weight
-            whole.variance += part.variance * weight**2
-        return whole
+            total.energy = total.energy + part.energy * weight
+            total.noise += part.noise * weight
+            total.variance += part.variance * weight**2
+        return total
 
     def expect(self, size: int, std: float) -> None:
         """Add the energy of noise in so many numbers, and its variance."""
@@ -65,7 +65,7 @@ class _Energy:
 
     def strength(self, count: int) -> Strength:
         """Return the root mean squares over so many releases."""
-        beyond = float(self.found) - self.noise
+        beyond = float(self.energy) - self.noise
         sure = beyond > _SURE * math.sqrt(self.variance)
         return Strength(*(math.sqrt(e / count) for e in (beyond if sure else 0.0, self.noise)))
 
@@ -91,20 +91,20 @@ class _Mean:
         """Add a release."""
         self.count += 1
         for name, part in parts.items():
-            known = self.sums.get(name)
-            self.sums[name] = part.clone() if known is None else known.add_(part)
+            earlier = self.sums.get(name)
+            self.sums[name] = part.clone() if earlier is None else earlier.add_(part)
 
     def energies(self, groups: Mapping[str, str], stds: Mapping[str, float]) -> dict[str, _Energy]:
         """Return the energies of the mean, by group."""
         window = np.zeros((1, self._first + self.count))
         window[0, self._first :] = 1.0 / self.count
         left = noise_left(self._bands, window)
-        found: defaultdict[str, _Energy] = defaultdict(_Energy)
+        by_group: defaultdict[str, _Energy] = defaultdict(_Energy)
         for name, total in self.sums.items():
-            energy = found[groups.get(name, "")]
-            energy.found = energy.found + total.double().square().sum() / self.count**2
+            energy = by_group[groups.get(name, "")]
+            energy.energy = energy.energy + total.double().square().sum() / self.count**2
             energy.expect(total.numel(), stds[name] * left)
-        return found
+        return by_group
 
 
 class Signal:
@@ -134,7 +134,7 @@ class Signal:
         self._releases = 0  # of earlier means
 
     @property
-    def kept(self) -> list[Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The tensors that hold sums of releases."""
         return [*self._mean.sums.values(), *self._window.sums.values()]
 
@@ -166,7 +166,7 @@ class Signal:
             total = total + square
             self._stds |= {n: std / factors.get(n, 1.0) for n in names}
             energy = self._energies[group]
-            energy.found = energy.found + square
+            energy.energy = energy.energy + square
             for n in names:
                 energy.expect(private_grads[n].numel(), self._stds[n])
         if self._mean.count == _LONGEST:
@@ -191,17 +191,19 @@ class Signal:
         window = self._window
         if not window.count:
             return {}
-        found = window.energies(self.groups, self._stds) if self._correlated else self._energies
+        energies = window.energies(self.groups, self._stds) if self._correlated else self._energies
         count = 1 if self._correlated else window.count
-        self.windows.append(Window(window.count, _strengths(found, count)))
+        self.windows.append(Window(window.count, _strengths(energies, count)))
         self._window, self._energies = window.next, defaultdict(_Energy)
         return _strengths(self._all(), self._releases + self._mean.count)
 
     def _all(self) -> dict[str, _Energy]:
         """Return the energies of all means, each as often as it has releases."""
         mean, earlier = self._mean, self._earlier
-        found = mean.energies(self.groups, self._stds) if mean.count else {}
-        every = {name: _Energy.sum([energy], weight=mean.count) for name, energy in found.items()}
+        by_group = mean.energies(self.groups, self._stds) if mean.count else {}
+        every = {
+            name: _Energy.sum([energy], weight=mean.count) for name, energy in by_group.items()
+        }
         return {
             name: _Energy.sum(part[name] for part in (earlier, every) if name in part)
             for name in dict.fromkeys([*earlier, *every])
@@ -210,5 +212,5 @@ class Signal:
 
 def _strengths(energies: Mapping[str, _Energy], count: int) -> dict[str, Strength]:
     """Return the strength of each group, and of all together if there is any."""
-    whole = {"": _Energy.sum(energies.values())} if energies else {}
-    return {name: energy.strength(count) for name, energy in {**energies, **whole}.items()}
+    over_all = {"": _Energy.sum(energies.values())} if energies else {}
+    return {name: energy.strength(count) for name, energy in {**energies, **over_all}.items()}

@@ -188,17 +188,17 @@ def _require_known_layout() -> None:
 
 @dataclass(frozen=True)
 class Streams:
-    """Sampling and noise streams that are not secret.
+    """Sampling and noise streams that are not secret, for tests.
 
-    Anyone who knows them can subtract the noise. A run with known streams is not private, and its
-    ledger says so.
+    Anyone who knows the streams can subtract the noise. A run with such streams is not private, and
+    its ledger says so.
     """
 
     sampling: torch.Generator
     noise: torch.Generator
 
     @classmethod
-    def known(cls, seed: int = 0) -> Streams:
+    def seeded(cls, seed: int = 0) -> Streams:
         """Return seeded streams, for a run that a test repeats."""
         sampling, noise = (torch.Generator().manual_seed(seed + i) for i in (0, 1))
         return cls(sampling=sampling, noise=noise)

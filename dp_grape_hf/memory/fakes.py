@@ -68,12 +68,12 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
 @contextmanager
 def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Use another function in place of an attribute."""
-    own, original = name in vars(owner), getattr(owner, name)
+    is_own, original = name in vars(owner), getattr(owner, name)
     setattr(owner, name, function)
     try:
         yield
     finally:
-        if own:
+        if is_own:
             setattr(owner, name, original)
         else:  # inherited
             delattr(owner, name)

@@ -44,8 +44,8 @@ class ModelOfConfig:
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
         self.parameters = sum(p.numel() for p in model.parameters())
-        known: Any = loss_for(model)  # of a class of transformers: a head's
-        self._head = known.head
+        loss: Any = loss_for(model)  # of a class of transformers: a head's
+        self._head = loss.head
         self._inputs = _INPUTS.get(model.main_input_name)
         require(
             self._inputs is not None,

@@ -93,28 +93,28 @@ class Plan(Report):
         """Return the figures."""
         methods = {
             method: {
-                "peak": taken.total,
-                "reached_in": taken.phase,
-                "kinds": taken.kinds,
-                "phases": taken.phases,
-                "sent": taken.sent if self.setting.processes > 1 else None,
+                "peak": footprint.total,
+                "reached_in": footprint.phase,
+                "kinds": footprint.kinds,
+                "phases": footprint.phases,
+                "sent": footprint.sent if self.setting.processes > 1 else None,
                 "largest_batch": self.largest.get(method),
             }
-            for method, taken in self.footprints.items()
+            for method, footprint in self.footprints.items()
         }
         result = {**self.request(), "gpu_memory_gib": self.gpu_memory, "methods": methods}
         return json.dumps(result, indent=2) + "\n"
 
     def as_text(self) -> str:
         """Return the tables."""
-        taken = self.footprints.values()
-        peaks = self._rows("peak memory, GiB", KINDS, [t.kinds for t in taken])
-        peaks.append(["total", *(_gib(t.total) for t in taken)])
-        peaks.append(["reached in", *(t.phase for t in taken)])
+        footprints = self.footprints.values()
+        peaks = self._rows("peak memory, GiB", KINDS, [t.kinds for t in footprints])
+        peaks.append(["total", *(_gib(t.total) for t in footprints)])
+        peaks.append(["reached in", *(t.phase for t in footprints)])
         parts = [self.heading(), table(peaks, "<>")]
         if self.setting.processes > 1:
             title = "sent by a process in a step, GiB"
-            parts.append(table(self._rows(title, COLLECTIVES, [t.sent for t in taken]), "<>"))
+            parts.append(table(self._rows(title, COLLECTIVES, [t.sent for t in footprints]), "<>"))
         if self.gpu_memory is not None:
             heading = f"On a {self.gpu_memory:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
             parts.append(heading + table([[TITLES[n], _fits(b)] for n, b in self.largest.items()]))
@@ -150,9 +150,9 @@ def plan(
 
     @cache
     def simulated(setting: Setting) -> Footprint:
-        taken = simulate(model.build, model.batch, setting)
+        footprint = simulate(model.build, model.batch, setting)
         tick()
-        return taken
+        return footprint
 
     settings = {name: compared(name, setting) for name in methods}
     result = Plan(model, setting, {n: simulated(s) for n, s in settings.items()}, gpu_memory)

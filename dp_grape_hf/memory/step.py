@@ -160,9 +160,9 @@ class _Watch(Observer):
         finally:
             self._inside = inside
 
-    def made(self, what: str, values: Mapping[str, Any]) -> None:
+    def computed(self, name: str, values: Mapping[str, Any]) -> None:
         """Label new tensors, or the tensors of new objects."""
-        kind = {PROJECTORS: PROJECTIONS, phases.PER_SAMPLE: PER_SAMPLE, RELEASED: SUMS}[what]
+        kind = {PROJECTORS: PROJECTIONS, phases.PER_SAMPLE: PER_SAMPLE, RELEASED: SUMS}[name]
         for value in values.values():
             for part in getattr(value, "parts", (value,)):
                 tensors = part if isinstance(part, Tensor) else list(vars(part).values())
@@ -254,7 +254,7 @@ class Step:
             run.step(0, LogicalBatch([], []))
             optimizer.step()
         if run.mechanism is not None:
-            timeline.label(OPTIMIZER, [*run.mechanism.kept_noise, *run.signal.kept])
+            timeline.label(OPTIMIZER, [*run.mechanism.noise_buffers, *run.signal.buffers])
         run.per_sample.assume_examined(self.inputs)
         if is_sharded(self.model):
             run.idle = self.inputs

@@ -54,7 +54,7 @@ class Footprint:
     kinds: Mapping[str, int]  # memory at the peak, for every one of ``KINDS``
     phase: str  # of the peak: redraw, forward, backward, clip, release or update
     phases: Mapping[str, int]  # phase -> its peak
-    kept: Mapping[str, int]  # memory that is still allocated at the end, for every kind
+    at_end: Mapping[str, int]  # memory that is still allocated at the end, for every kind
     gradients: int  # the most per-sample and summed gradients together
     flops: int  # of matrix products, convolutions and attention
     sent: Mapping[str, int]  # collective -> bytes that this process sends
@@ -67,12 +67,12 @@ class Footprint:
     @property
     def optimizer(self) -> int:
         """Memory of the optimizer's state."""
-        return self.kept[OPTIMIZER]
+        return self.at_end[OPTIMIZER]
 
     @property
     def projectors(self) -> int:
         """Memory of the projections that are kept for the next step."""
-        return self.kept[PROJECTIONS]
+        return self.at_end[PROJECTIONS]
 
 
 @dataclass(eq=False, slots=True)
@@ -114,7 +114,7 @@ class Timeline(TorchDispatchMode):
         self.sent = dict.fromkeys(COLLECTIVES, 0)
         self.kernels: Counter[tuple[str, str]] = Counter()
         self._changes: list[tuple[_Allocation, int, str]] = []  # by how many bytes, in which phase
-        self._known = WeakIdKeyDictionary()  # storage -> _Allocation
+        self._allocations = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 
     def label(self, kind: str, tensors: Any) -> None:
@@ -150,9 +150,9 @@ class Timeline(TorchDispatchMode):
                 most, kinds, phase = total, dict(now), at
         return Footprint(kinds, phase, phases, now, gradients, self.flops, dict(self.sent))
 
-    def kept(self, kind: str) -> int:
+    def at_end(self, kind: str) -> int:
         """Return the bytes of a kind that are allocated now."""
-        return self.peak().kept[kind]
+        return self.peak().at_end[kind]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -167,7 +167,7 @@ class Timeline(TorchDispatchMode):
                 self.flops += count(*args, **kwargs, out_val=output)
             if func.namespace == "c10d" and name in _SENT_AS:
                 rounds, size = 2 if name == "allreduce_" else 1, dist.get_world_size()
-                self.sent[_SENT_AS[name]] += rounds * _whole(args) * (size - 1) // size
+                self.sent[_SENT_AS[name]] += rounds * _size_in_bytes(args) * (size - 1) // size
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)
@@ -175,12 +175,12 @@ class Timeline(TorchDispatchMode):
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
         storage = local(tensor).untyped_storage()
-        known: _Allocation | None = self._known.get(storage)
-        if known is None:
-            known = self._known[storage] = _Allocation(0, self.phase)
-            self._resize(known, storage.nbytes())
-            self._references.add(weakref.ref(storage, partial(self._freed, known)))
-        return known
+        allocation: _Allocation | None = self._allocations.get(storage)
+        if allocation is None:
+            allocation = self._allocations[storage] = _Allocation(0, self.phase)
+            self._resize(allocation, storage.nbytes())
+            self._references.add(weakref.ref(storage, partial(self._freed, allocation)))
+        return allocation
 
     def _resize(self, allocation: _Allocation, size: int) -> None:
         change = _in_blocks(size) - _in_blocks(allocation.size)
@@ -193,7 +193,7 @@ class Timeline(TorchDispatchMode):
         self._resize(allocation, 0)
 
 
-def _whole(args: tuple[Any, ...]) -> int:
+def _size_in_bytes(args: tuple[Any, ...]) -> int:
     """Return the bytes of a collective call's tensor, as all processes hold it together."""
     sizes = [[x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args[:2]]
     return max(map(sum, sizes))

@@ -36,8 +36,8 @@ class LowRankChanges:
         """
         terms = self._terms.setdefault(weight, [])
         for index in reversed(range(len(terms))):
-            known, total = terms[index]
-            if known is projector or _same(known, projector):
+            earlier, total = terms[index]
+            if earlier is projector or _same(earlier, projector):
                 terms[index] = projector, total.add_(coordinates)
                 return
         terms.append((projector, coordinates.to(torch.float32, copy=True)))

@@ -3,7 +3,7 @@
 While P stays the same, a weight is exactly ``W + lift(Z)``. bfloat16 would round small updates of W
 away, so they are added to Z, which is float32. The branch adds the contribution of Z to the layer's
 output by two products of rank r, without computing the sum of the weights. The optimizer owns Z and
-merges it into W when P is redrawn (``ProjectedOptimizer.keep_apart``).
+merges it into W when P is redrawn (``ProjectedOptimizer.store_separately``).
 
 Shapes: m x n the weight as stored, r rank.
 """
@@ -28,10 +28,10 @@ class LowRankUpdates:
     exactly one ``nn.Linear`` or ``Conv1D``. Other weights, such as embeddings tied to the output
     layer or weights of a subclass, are rounded stochastically at every step.
 
-    Run the model, then call ``leave_uncalled``. Call ``use`` before the forward passes of a step,
-    ``merge_`` before the weights are saved or replaced, and ``remove`` after training, each on
-    every rank. The branches act in training and evaluation, under both engines and with gradient
-    checkpointing.
+    Run the model, then call ``leave_uncalled``. Call ``set_projectors`` before the forward passes
+    of a step, ``merge_`` before the weights are saved or replaced, and ``remove`` after training,
+    each on every rank. The branches act in training and evaluation, under both engines and with
+    gradient checkpointing.
 
     Args:
         model: the model.
@@ -78,7 +78,7 @@ class LowRankUpdates:
             del self._branches[name]
             self._hooks.pop(name).remove()
 
-    def use(self, projectors: Mapping[str, Projector]) -> None:
+    def set_projectors(self, projectors: Mapping[str, Projector]) -> None:
         """Prepare a step: merge updates in the coordinates of an earlier projector.
 
         Args:
@@ -88,8 +88,10 @@ class LowRankUpdates:
         for name, branch in self._branches.items():
             if name in projectors:
                 branch.projector = projectors[name]
-                branch.update = self._optimizer.keep_apart(self._weights[name], projectors[name])
-                branch.rounded = self._optimizer.kept_apart(self._weights[name])
+                branch.update = self._optimizer.store_separately(
+                    self._weights[name], projectors[name]
+                )
+                branch.rounded = self._optimizer.stored_update(self._weights[name])
 
     def merge_(self) -> None:
         """Merge all updates into the weights with stochastic rounding; the branches then add 0."""

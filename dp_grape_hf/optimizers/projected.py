@@ -36,7 +36,7 @@ from dp_grape_hf.projections import (
     rounding_generator,
     row_blocks,
 )
-from dp_grape_hf.sharding import gathered, local, local_rows, rows_here, spread, whole
+from dp_grape_hf.sharding import full_tensor, gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # elements of a weight that have a float32 copy at a time, on a CPU
 GPU_BLOCK = 2**24
@@ -83,7 +83,7 @@ class _Group:
 
     lifted: list[nn.Parameter] = field(default_factory=list)  # W += lift(Z)
     added: list[nn.Parameter] = field(default_factory=list)  # W += Z
-    apart: list[nn.Parameter] = field(default_factory=list)  # updates stay in Z
+    separate: list[nn.Parameter] = field(default_factory=list)  # updates stay in Z
     valued: list[nn.Parameter] = field(default_factory=list)  # the float32 value is Z
     in_place: list[nn.Parameter] = field(default_factory=list)  # torch's optimizer updates W
     by_rows: list[nn.Parameter] = field(default_factory=list)  # the same, a few rows at a time
@@ -124,8 +124,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         lr: the learning rate.
         rule: a name in ``UPDATE_RULES``: ``adam``, ``sgd`` or ``momentum``.
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. If the
-            updates are stored separately (``keep_apart``), Z is multiplied in each step, and W at
-            the next merge by the product of all factors since the last merge.
+            updates are stored separately (``store_separately``), Z is multiplied in each step, and
+            W at the next merge by the product of all factors since the last merge.
         rounding_seed: the public seed of the rounding.
         keep_changes: whether ``changes`` stores the total change of each projected weight, as part
             of the state. Updates that are stored separately are included when they are merged.
@@ -160,7 +160,9 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Elements of a weight that have a float32 copy at a time; None: depends on the device."""
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        self._apart: dict[nn.Parameter, Projector] = {}  # projectors of separately stored updates
+        self._separate: dict[
+            nn.Parameter, Projector
+        ] = {}  # projectors of separately stored updates
         self._flat: Tensor | None = None  # concatenated private gradients
         self._places: Mapping[nn.Parameter, Place] = {}
         self._laid_out: _LaidOut | None = None
@@ -262,11 +264,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         decay = _decay_of(group)
         if decay == 1:
             return
-        kept = [self.state[w]["update"] for w in weights.apart]
-        kept += [self.state[w][_VALUE] for w in weights.valued]
-        if targets := [*kept, *(local(weight) for weight in weights.in_place)]:
+        stored = [self.state[w]["update"] for w in weights.separate]
+        stored += [self.state[w][_VALUE] for w in weights.valued]
+        if targets := [*stored, *(local(weight) for weight in weights.in_place)]:
             torch._foreach_mul_(targets, decay)
-        for weight in weights.apart:
+        for weight in weights.separate:
             self.state[weight]["decay"] *= decay
 
     def _move_weights(
@@ -333,15 +335,15 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     def _lay_out(self, private_grads: Mapping[nn.Parameter, Tensor]) -> _LaidOut:
         """Return the layout of the last step, or a new one if weights or settings changed."""
-        known, alike = self._laid_out, self._alike()
+        last, alike = self._laid_out, self._alike()
         if (
-            known is not None
-            and known.alike == alike
-            and (known.places is self._places or known.places == self._places)
-            and known.alone == private_grads.keys()
-            and known.projected == self._projectors.keys()
+            last is not None
+            and last.alike == alike
+            and (last.places is self._places or last.places == self._places)
+            and last.alone == private_grads.keys()
+            and last.projected == self._projectors.keys()
         ):
-            return known
+            return last
         self._refuse_unknown({*self._places, *private_grads})
         new = _LaidOut(
             *(alike, self._places, {*private_grads}, {*self._projectors}),
@@ -375,7 +377,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if self._flat is None:
             return
         kinds = {weight: self._kind(weight) for weight in self._places}
-        if not {"apart", "valued"}.isdisjoint(kinds.values()):
+        if not {"separate", "valued"}.isdisjoint(kinds.values()):
             new.z = torch.zeros_like(self._flat)
             new.z_of = {weight: place.of(new.z) for weight, place in self._places.items()}
         vectors = {key: torch.zeros_like(self._flat) for key in self._rule.moments}
@@ -394,7 +396,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             views = {key: place.of(vector) for key, vector in vectors.items()}
             self._take_over(weight, views | {"step": state["step"]})
             self._keep(new, weight, kinds[weight])
-        self._round_apart(new)
+        self._round_separate(new)
         for first, part, state in runs:
             numbers = nn.Parameter(self._flat.new_empty(0))
             moments = {key: vector[part] for key, vector in vectors.items()}
@@ -427,23 +429,23 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if kind == "by_rows":
                 continue
             numbers = nn.Parameter(here.new_empty(0, dtype=torch.float32))
-            if kind == "apart":
+            if kind == "separate":
                 new.z_of[weight] = numbers.data = torch.zeros_like(gradient)
                 self._keep(new, weight, kind)
             parts = {key: local(moment) for key, moment in moments.items()}
             yield weight, _Moved(numbers, None, weight, kind == "in_place"), parts | {"step": step}
 
-    def _moment(self, known: Tensor | None, like: Tensor) -> Tensor:
-        """Return a contiguous float32 moment: ``known`` if it fits ``like``, otherwise zeros."""
-        if known is not None and known.shape == like.shape and known.is_contiguous():
-            return spread(known, like)
+    def _moment(self, saved: Tensor | None, like: Tensor) -> Tensor:
+        """Return a contiguous float32 moment: ``saved`` if it fits ``like``, otherwise zeros."""
+        if saved is not None and saved.shape == like.shape and saved.is_contiguous():
+            return spread(saved, like)
         options: Any = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
         return torch.zeros_like(like, **options)
 
     def _kind(self, weight: nn.Parameter) -> str:
         """Return the list in ``_Group`` for a weight whose gradient is in the flat vector."""
-        if weight in self._apart:
-            return "apart"
+        if weight in self._separate:
+            return "separate"
         if weight in self._projectors:
             return "lifted"
         return "valued" if is_short(weight) else "added"
@@ -460,21 +462,21 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def _keep(self, new: _LaidOut, weight: nn.Parameter, kind: str) -> None:
         """Copy the part of Z that is kept for a weight to its new tensor."""
         state = self.state[weight]
-        if kind == "apart":
+        if kind == "separate":
             z = new.z_of[weight].copy_(state["update"])
             state["update"].set_(z)  # in place, because a branch uses this tensor
         elif kind == "valued":
-            value, now = state.get(_VALUE), whole(weight.detach())
+            value, now = state.get(_VALUE), full_tensor(weight.detach())
             if value is None or not torch.equal(value.to(weight.dtype), now):
                 value = now  # there is no float32 value yet, or the weight was changed
             state[_VALUE] = new.z_of[weight].copy_(value)
 
-    def _round_apart(self, new: _LaidOut) -> None:
+    def _round_separate(self, new: _LaidOut) -> None:
         """Make a copy of Z in the type of the weights whose updates stay in Z."""
-        apart = [weight for weight in new.places if weight in self._apart]
-        if apart and new.z is not None:
-            new.rounded = z = new.z.to(apart[0].dtype)
-            same = [weight for weight in apart if weight.dtype is z.dtype]
+        separate = [weight for weight in new.places if weight in self._separate]
+        if separate and new.z is not None:
+            new.rounded = z = new.z.to(separate[0].dtype)
+            same = [weight for weight in separate if weight.dtype is z.dtype]
             new.rounded_of = {weight: new.places[weight].of(z) for weight in same}
 
     # ---- Lifted updates ----
@@ -523,7 +525,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         here[block.here] = round_at_random(total, here.dtype, generator, block.among)
 
     @torch.no_grad()
-    def keep_apart(self, weight: nn.Parameter, projector: Projector) -> Tensor:
+    def store_separately(self, weight: nn.Parameter, projector: Projector) -> Tensor:
         """Store the updates of a weight separately, as coordinates Z of ``projector``.
 
         Updates that were stored for another projector are merged first. To continue a loaded state,
@@ -536,19 +538,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         Raises:
             PrivacyError: if a loaded state has another shape of Z.
         """
-        if self._apart.get(weight, projector) is not projector:
+        if self._separate.get(weight, projector) is not projector:
             self._merge(weight)
         state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
-        if weight not in self._apart:
+        if weight not in self._separate:
             self._laid_out = None
         if "update" not in state:
             state["update"] = torch.zeros(shape, device=weight.device)
             state["decay"] = 1.0
         _check_shape(state["update"], shape)
-        self._apart[weight] = projector
+        self._separate[weight] = projector
         return state["update"]
 
-    def kept_apart(self, weight: nn.Parameter) -> Tensor:
+    def stored_update(self, weight: nn.Parameter) -> Tensor:
         """Return Z of a weight with separately stored updates, in the weight's type.
 
         The tensor is valid until the next step.
@@ -562,13 +564,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
         All Z are 0 afterwards. Call it on every rank before weights are saved or replaced.
         """
-        for weight in self._apart:
+        for weight in self._separate:
             self._merge(weight)
 
     def _merge(self, weight: nn.Parameter) -> None:
         state = self.state[weight]
         if state["decay"] != 1 or state["update"].any():
-            projector = self._apart[weight]
+            projector = self._separate[weight]
             self._add_lifted(weight, state["update"], projector, state["decay"])
             state["update"].zero_()
             state["decay"] = 1.0
@@ -581,13 +583,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         given = {*self._places, *(self._private_grads or {})}
         if any(
             projector is not self._projectors.get(weight)
-            for weight, projector in self._apart.items()
+            for weight, projector in self._separate.items()
             if weight in given
         ):
             raise PrivacyError(
                 "The private gradient of a weight has another projection than the updates stored "
-                "for this weight. Call LowRankUpdates.use() with the projectors of the step before "
-                "the forward pass."
+                "for this weight. Before the forward pass, call LowRankUpdates.set_projectors() "
+                "with the projectors of the step."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -625,7 +627,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         plain = {i: {k: entry[k] for k in entry if k not in extra} for i, entry in saved.items()}
         super().load_state_dict({**state_dict, "state": plain})
         self.changes = None if self.changes is None else LowRankChanges()
-        self._apart, self._laid_out = {}, None
+        self._separate, self._laid_out = {}, None
         for index, weight in self._numbered(state_dict):
             entry = saved.get(index, {})
             values = [_VALUE] if is_short(weight) else []
@@ -656,8 +658,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
     def state_bytes(self) -> int:
         """Return the size of the moments, stored updates, float32 values and changes, in bytes."""
         keys = (*self._rule.moments, "update", _VALUE)
-        kept = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
-        return kept + (0 if self.changes is None else self.changes.nbytes)
+        size = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
+        return size + (0 if self.changes is None else self.changes.nbytes)
 
 
 class ProjectedAdam(ProjectedOptimizer):
@@ -685,10 +687,10 @@ def _here(z: Tensor, weight: nn.Parameter) -> Tensor:
     return z if z.shape == local(weight).shape else rows_here(z, weight)
 
 
-def _check_shape(kept: Tensor, shape: tuple[int, ...]) -> None:
-    if kept.shape != shape:
+def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tensor.shape != shape:
         raise PrivacyError(
-            f"The optimizer's state has shape {tuple(kept.shape)}, but the private gradient has "
+            f"The optimizer's state has shape {tuple(tensor.shape)}, but the private gradient has "
             f"{tuple(shape)}: the projection changed. Resume with the projection, projection_rank "
             "and optim_target_modules that the checkpoint was made with."
         )

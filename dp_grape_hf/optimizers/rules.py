@@ -67,9 +67,9 @@ class UpdateRule(NamedTuple):
             groups: groups with ``params``, ``lr`` and a value for every setting.
             states: parameter -> state: the number of steps, ``step``, and the moments.
         """
-        made = self.optimizer(groups, **self.fixed)
-        made.state.update(states)
-        return made
+        optimizer = self.optimizer(groups, **self.fixed)
+        optimizer.state.update(states)
+        return optimizer
 
 
 def require_in_range(name: str, value: Any, good: bool) -> None:

@@ -62,7 +62,7 @@ def placements(
     {'a': ('left', 8), 'b': ('right', 8)}
     """
     require(rank >= 1, f"projection_rank={rank} must be at least 1.")
-    found = {}
+    placed = {}
     for name, shape in shapes.items():
         if len(shape) != 2:
             continue
@@ -70,8 +70,8 @@ def placements(
         dimension = (input_dims or {}).get(name, 1) if by_input else int(shape[0] > shape[1])
         if rank < shape[dimension]:
             side = Side.RIGHT if dimension else Side.LEFT
-            found[name] = Placement(side, shape[dimension], rank)
-    return found
+            placed[name] = Placement(side, shape[dimension], rank)
+    return placed
 
 
 # ---- Patterns of names ----

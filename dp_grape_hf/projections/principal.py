@@ -113,12 +113,12 @@ def principal_directions(
     passes = [*islice(cycle(quarters), _TURNS), every]
     try:
         with progress("Measuring input directions"):
-            for number, some in enumerate(passes):
+            for number, inputs in enumerate(passes):
                 if number > 0:
                     for block in {sharing.leader(block) for block in blocks.values()}:
                         block.turn()
-                for batch in some:
-                    if not any(block.whole for block in blocks.values()):
+                for batch in inputs:
+                    if not any(block.complete for block in blocks.values()):
                         batch = first_texts(batch, TOKENS)
                     mask[0] = batch.get("attention_mask")
                     on_inputs(body, batch)
@@ -126,8 +126,8 @@ def principal_directions(
     finally:
         for hook in hooks:
             hook.remove()
-    found = {block: block.principal() for block in {sharing.leader(b) for b in blocks.values()}}
-    return {name: found[sharing.leader(blocks[name])] for name in ranks}
+    principal = {block: block.principal() for block in {sharing.leader(b) for b in blocks.values()}}
+    return {name: principal[sharing.leader(blocks[name])] for name in ranks}
 
 
 def _width(module: Any) -> int:
@@ -143,8 +143,8 @@ def _body(model: nn.Module, modules: list[nn.Module]) -> nn.Module:
     The body of a multiple-choice model would need other inputs, and a model whose weights are
     sharded gathers them only when it runs itself.
     """
-    whole = chooses(model) or is_sharded(model)
-    body: Any = model if whole else getattr(model, "base_model", model)
+    needs_model = chooses(model) or is_sharded(model)
+    body: Any = model if needs_model else getattr(model, "base_model", model)
     inside = set(body.modules())
     return body if inside.issuperset(modules) else model
 
@@ -168,9 +168,9 @@ class _Sharing:
         """Return whether a block must add the input of its layer."""
         if block in self._leaders:
             return False
-        known = self._readers.get(id(given))
-        if known is not None and known[0]() is given and known[1] == given._version:
-            other = known[2]
+        reader = self._readers.get(id(given))
+        if reader is not None and reader[0]() is given and reader[1] == given._version:
+            other = reader[2]
             if block.untouched and other is not block and other.rank == block.rank:
                 self._leaders[block] = other
                 return False
@@ -189,7 +189,7 @@ def _reader(
         features: Tensor = output if embeds else given
         counted = mask[0]
         if counted is not None and counted.shape == features.shape[:-1]:
-            if not block.whole:  # only heads use the other texts
+            if not block.complete:  # only heads use the other texts
                 texts = max(1, TOKENS // counted.shape[-1])
                 features, counted = features[:texts], counted[:texts]
             features = features[counted.bool()] if not counted.all() else features
@@ -204,8 +204,8 @@ class _Block:
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
         self.rank, self._device = rank, device
         self.untouched = True  # no input was added
-        self.whole = rank == width  # the block has all directions, and M is formed
-        if self.whole:
+        self.complete = rank == width  # the block has all directions, and M is formed
+        if self.complete:
             self._begin(torch.eye(width, dtype=torch.float64))
             return
         size = min(width, 2 * rank + 16)
@@ -215,14 +215,14 @@ class _Block:
     def _begin(self, basis: Tensor) -> None:
         self._basis = basis
         # M is not refined by later passes, so it needs more bits.
-        exact = torch.float64 if self.whole else torch.float32
+        exact = torch.float64 if self.complete else torch.float32
         self._used = self._basis.to(self._device, exact)
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
     def turn(self) -> None:
         """Begin another pass, with the directions that result from the last pass."""
-        self._begin(self._basis if self.whole else torch.linalg.qr(self._shifted()[0])[0])
+        self._begin(self._basis if self.complete else torch.linalg.qr(self._shifted()[0])[0])
 
     def add(self, features: Tensor) -> None:
         """Add features (T, n) to the second moment."""
@@ -244,7 +244,7 @@ class _Block:
         """
         image, shift = self._shifted()
         inner = self._basis.T @ image
-        if self.whole:
+        if self.complete:
             sums, vectors = torch.linalg.eigh((inner + inner.T) / 2)
             return vectors.flip(1), sums.flip(0) - shift
         factor = torch.linalg.cholesky((inner + inner.T) / 2)

@@ -100,8 +100,8 @@ def reads_synthetic(model: Any) -> bool:
     needed = {p.name for p in takes if p.default is p.empty and p.kind not in variadic}
     named = {p.name for p in takes if p.kind not in variadic}
     any_name = any(p.kind in variadic for p in takes)
-    known = hasattr(model, "config") and kind in _MAKERS
-    return known and (any_name or kind in named) and needed <= given
+    makes_inputs = hasattr(model, "config") and kind in _MAKERS
+    return makes_inputs and (any_name or kind in named) and needed <= given
 
 
 def on_inputs(model: nn.Module, batch: Mapping[str, Any]) -> Any:
@@ -118,9 +118,9 @@ def accepted(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs of a batch that the forward of a model has a name for, on its device."""
     device = next(model.parameters()).device
     parameters = signature(model.forward).parameters.values()
-    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     inputs = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-    return {k: v for k, v in inputs.items() if k in taken or not taken}
+    return {k: v for k, v in inputs.items() if k in names or not names}
 
 
 def chooses(model: Any) -> bool:
@@ -132,11 +132,13 @@ class _Words:
     """The tokens of a vocabulary, and the first and last tokens of a sentence."""
 
     def __init__(self, config: Any, tokenizer: Any) -> None:
-        own = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-        size = getattr(own, "vocab_size", None) or 2
+        text_config = (
+            config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+        )
+        size = getattr(text_config, "vocab_size", None) or 2
         self._before: list[int] = []
         if not hasattr(tokenizer, "all_special_ids"):  # no tokenizer, or an image processor
-            named = {part: getattr(own, f"{part}_token_id", None) for part in _SPECIAL}
+            named = {part: getattr(text_config, f"{part}_token_id", None) for part in _SPECIAL}
             lists = {part: ids if isinstance(ids, list) else [ids] for part, ids in named.items()}
             special = {token for ids in lists.values() for token in ids}
             ends = lists["eos"][:1]
@@ -148,8 +150,9 @@ class _Words:
             inner = [n for n, token in enumerate(ids) if token not in special] or [len(ids)]
             self._before, self._after = ids[: inner[0]], ids[inner[-1] + 1 :]
         self._tokens = torch.tensor([t for t in range(size) if t not in special] or [0])
-        tables = [getattr(own, f"max_{what}", None) for what in _POSITIONS]
-        pad = getattr(own, "pad_token_id", None) or 0  # some models count positions from here
+        tables = [getattr(text_config, f"max_{kind}", None) for kind in _POSITIONS]
+        # Some models count positions from the index of the padding token.
+        pad = getattr(text_config, "pad_token_id", None) or 0
         self._most = max(1, min((n - pad - 1 for n in tables if n), default=max(LENGTHS)))
 
     def length(self, number: int) -> int:
@@ -178,12 +181,12 @@ def _text(config: Any, words: _Words, number: int, generator: torch.Generator) -
 
 
 def _image(config: Any, words: _Words, number: int, generator: torch.Generator) -> Inputs:
-    own = getattr(config, "vision_config", config)
-    size, patch = own.image_size, getattr(own, "patch_size", None) or 16
+    vision_config = getattr(config, "vision_config", config)
+    size, patch = vision_config.image_size, getattr(vision_config, "patch_size", None) or 16
     sides = (size, size) if isinstance(size, int) else (size[0], size[1])
     patch = patch if isinstance(patch, int) else patch[0]
     count = max(1, _PATCHES * patch**2 // (sides[0] * sides[1]))
-    shape = (min(count, _PATCHES // 8), getattr(own, "num_channels", 3), *sides)
+    shape = (min(count, _PATCHES // 8), getattr(vision_config, "num_channels", 3), *sides)
     return {"pixel_values": natural_noise(shape, 2, generator)}
 
 
@@ -219,8 +222,8 @@ def natural_noise(shape: tuple[int, ...], dims: int, generator: torch.Generator)
     spectrum = torch.fft.rfftn(torch.randn(shape, generator=generator), dim=over)
     squared = torch.zeros(())
     for dim in over:
-        whole = torch.fft.rfftfreq if dim == -1 else torch.fft.fftfreq
-        frequency = whole(shape[dim]).reshape([-1] + [1] * (-1 - dim))
+        frequencies_of = torch.fft.rfftfreq if dim == -1 else torch.fft.fftfreq
+        frequency = frequencies_of(shape[dim]).reshape([-1] + [1] * (-1 - dim))
         squared = squared + frequency.square()
     least = 1 / max(shape[-dims:])
     noise = torch.fft.irfftn(spectrum / squared.sqrt().clamp(min=least), s=shape[-dims:], dim=over)

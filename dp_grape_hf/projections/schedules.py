@@ -143,10 +143,10 @@ class ProjectionSchedule(_Redrawn):
         device: torch.device | str = "cpu",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
-        known = ", ".join(sorted(PROJECTIONS))
+        families = ", ".join(sorted(PROJECTIONS))
         require(
             family in PROJECTIONS,
-            f"projection={family!r} is not known; choose one of: {known}.",
+            f"projection={family!r} is not known; choose one of: {families}.",
         )
         placed = placements(shapes, rank, input_dims)
         self._draw, self._seed = PROJECTIONS[family], seed

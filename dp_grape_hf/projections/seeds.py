@@ -60,7 +60,7 @@ def public_generator(seed: int, device: str | torch.device = "cpu") -> torch.Gen
 def is_public(generator: Any) -> bool:
     """Return whether ``public_generator`` made this generator, maybe as another object."""
     public: Iterable[Any] = _public
-    return generator._cdata in {known._cdata for known in public}
+    return generator._cdata in {public_one._cdata for public_one in public}
 
 
 # ---- Stochastic rounding ----

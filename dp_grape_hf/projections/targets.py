@@ -89,8 +89,8 @@ def default_targets(model: Any) -> list[str]:
 
 def output_embeddings(model: Any) -> nn.Module | None:
     """Return the layer with a logit for each word of a vocabulary, if the model has one."""
-    found: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
-    return found
+    layer: nn.Module | None = getattr(model, "get_output_embeddings", lambda: None)()
+    return layer
 
 
 def shared_parameters(model: nn.Module) -> set[int]:

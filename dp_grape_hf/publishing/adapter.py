@@ -32,7 +32,7 @@ from dp_grape_hf.publishing.model_files import ADAPTER
 
 _PREFIX = "base_model.model."  # PEFT puts it before the name of a module
 _BIAS = ".base_layer.bias"
-_INSTEAD = "Save the whole model: save_as='model'."
+_INSTEAD = "Save the complete model: save_as='model'."
 
 
 def adapters_of(model: Any) -> Mapping[str, Any]:
@@ -47,14 +47,14 @@ class Adapter:
 
     Attributes:
         low_rank: path of a module -> the name of its weight, which gets low-rank factors.
-        whole: paths of modules that are saved completely.
+        complete: paths of modules that are saved completely.
         biases: whether biases of the modules in ``low_rank`` were trained.
-        tied: whether PEFT keeps modules in ``whole`` tied. Otherwise each is saved separately.
+        tied: whether PEFT keeps modules in ``complete`` tied. Otherwise each is saved separately.
         bare: the model on the meta device.
     """
 
     low_rank: Mapping[str, str]
-    whole: tuple[str, ...]
+    complete: tuple[str, ...]
     biases: bool
     tied: bool
     bare: nn.Module = field(repr=False, compare=False)
@@ -105,32 +105,34 @@ class Adapter:
             )
         # PEFT saves every module whose path ends with the given one, with all its submodules.
         named = [path for path in modules if path.endswith(tuple(owners))] if owners else []
-        whole = tuple(path for path in named if not _is_in(path, [o for o in named if o != path]))
+        complete = tuple(
+            path for path in named if not _is_in(path, [o for o in named if o != path])
+        )
         around = [n for o, n in owners.items() if any(_is_in(path, [o]) for path in low_rank)]
-        low_rank = {path: name for path, name in low_rank.items() if not _is_in(path, whole)}
+        low_rank = {path: name for path, name in low_rank.items() if not _is_in(path, complete)}
         if not low_rank:
             raise PrivacyError(
                 "save_as='adapter': no weight would be saved as low-rank factors. "
                 + (
-                    f"PEFT saves the whole module that {around[0]} is in, and {len(around)} such "
-                    "modules contain all projected weights. Freeze these parameters. "
+                    f"PEFT saves the complete module that contains {around[0]}, and {len(around)} "
+                    "such modules contain all projected weights. Freeze these parameters. "
                     if around
                     else "No projected weight is the weight of one linear layer alone. "
                 )
                 + _INSTEAD
             )
-        weights = {path: getattr(modules[path], "weight", None) for path in whole}
+        weights = {path: getattr(modules[path], "weight", None) for path in complete}
         tied = [path for path, weight in weights.items() if id(weight) in shared]
         bare = _without_numbers(model)
-        found = cls(low_rank, whole, bool(biases & low_rank.keys()), bool(tied), bare)
+        adapter = cls(low_rank, complete, bool(biases & low_rank.keys()), bool(tied), bare)
         try:
-            found._adapted()  # PEFT may raise
+            adapter._adapted()  # PEFT may raise
         except PrivacyError:
             if not tied:
                 raise
-            found = replace(found, tied=False)
-            found._adapted()
-        return found
+            adapter = replace(adapter, tied=False)
+            adapter._adapted()
+        return adapter
 
     def require_smaller(self, ranks: Mapping[str, int], periods: int) -> None:
         """Refuse a run whose factors would have at least as many elements as the weights.
@@ -195,7 +197,7 @@ class Adapter:
             if self.biases and f"{path}.bias" in tensors:
                 values[f"{_PREFIX}{path}{_BIAS}"] = tensors[f"{path}.bias"]
         for name, value in tensors.items():
-            if _is_in(name, self.whole):
+            if _is_in(name, self.complete):
                 values[f"{_PREFIX}{name}"] = value
         shapes = {name: tuple(value.shape) for name, value in values.items()}
         if wrong := sorted(name for name in layout if layout[name] != shapes.get(name)):
@@ -205,15 +207,15 @@ class Adapter:
             )
         folder.mkdir(parents=True, exist_ok=True)
         # Copied: a file of safetensors cannot contain shared tensors.
-        kept = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in values.items()}
-        save_file(kept, folder / ADAPTER, metadata={"format": "pt"})
+        copies = {k: v.detach().to("cpu", copy=True).contiguous() for k, v in values.items()}
+        save_file(copies, folder / ADAPTER, metadata={"format": "pt"})
         config = adapted.peft_config["default"]
         config.inference_mode = True
         config.target_modules = sorted(config.target_modules)
-        config.modules_to_save = list(self.whole) or None  # PEFT removed the tied modules
+        config.modules_to_save = list(self.complete) or None  # PEFT removed the tied modules
         config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
-        made = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-        config.save_pretrained(str(folder), auto_mapping_dict=made)
+        base = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+        config.save_pretrained(str(folder), auto_mapping_dict=base)
 
     def _adapted(self, rank: int = 1) -> tuple[Any, dict[str, tuple[int, ...]]]:
         """Return PEFT's model around ``bare``, and the shapes of the tensors that it would save."""
@@ -225,12 +227,12 @@ class Adapter:
             r=rank,
             lora_alpha=rank,  # so that B A is scaled by 1
             target_modules=sorted(self.low_rank),
-            modules_to_save=list(self.whole) or None,
+            modules_to_save=list(self.complete) or None,
             bias="lora_only" if self.biases else "none",
             fan_in_fan_out=all(isinstance(layer, Conv1D) for layer in layers),
             ensure_weight_tying=self.tied,
         )
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 adapted = peft.get_peft_model(model, config)
@@ -240,11 +242,11 @@ class Adapter:
                 ) from error
             saved = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
         # PEFT finds embeddings by their names, and warns if it finds none to tie.
-        if self.tied and any("ensure_weight_tying" in f"{one.message}" for one in said):
-            raise PrivacyError(f"save_as='adapter': PEFT cannot tie {self.whole}. {_INSTEAD}")
+        if self.tied and any("ensure_weight_tying" in f"{one.message}" for one in caught):
+            raise PrivacyError(f"save_as='adapter': PEFT cannot tie {self.complete}. {_INSTEAD}")
         shapes = {name: tuple(value.shape) for name, value in saved.items()}
         expected = {f"{_PREFIX}{path}.lora_{x}.weight" for path in self.low_rank for x in "AB"}
-        expected |= {f"{_PREFIX}{n}" for n in self.bare.state_dict() if _is_in(n, self.whole)}
+        expected |= {f"{_PREFIX}{n}" for n in self.bare.state_dict() if _is_in(n, self.complete)}
         # Biases may be missing: some versions of PEFT leave them out.
         if other := {name for name in shapes if not name.endswith(_BIAS)} ^ expected:
             raise PrivacyError(
@@ -262,9 +264,9 @@ def _is_in(path: str, places: Iterable[str]) -> bool:
 
 def _without_numbers(model: nn.Module) -> nn.Module:
     """Return a copy of a model on the meta device, with shapes and types but no values."""
-    known: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta")
-        kept = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
-        known[id(tensor)] = kept.requires_grad_(tensor.requires_grad)
-    return copy.deepcopy(model, known)
+        copied = nn.Parameter(empty) if isinstance(tensor, nn.Parameter) else empty
+        copies[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    return copy.deepcopy(model, copies)

@@ -70,29 +70,31 @@ def of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
 
 
 def _of_the_digests(
-    saved: list[Weights], recorded: Mapping[str, str], found: Mapping[str, str]
+    saved: list[Weights], recorded: Mapping[str, str], digests_now: Mapping[str, str]
 ) -> Iterator[Check]:
-    places = {PurePosixPath(name).parent for name in found if is_weights(name)}
+    places = {PurePosixPath(name).parent for name in digests_now if is_weights(name)}
     # Two saves of the same model may differ: a published one has no local paths.
     now = [entry.files for entry in saved if entry.updates == saved[-1].updates]
-    for name in sorted(recorded.keys() | found.keys()):
+    for name in sorted(recorded.keys() | digests_now.keys()):
         ours, weights = recorded.get(name), is_weights(name)
         what = f"weights: {name}" if weights else name
-        if name not in found:
+        if name not in digests_now:
             part = weights and PurePosixPath(name).parent in places  # other weights are here
             yield Check(what, MISMATCH if part else ABSENT, str(ours)[:12], "no such file here")
         elif ours is None:
-            known = [other for other in recorded if recorded[other] == found[name]]
-            text = f", as {known[0]}" if known else ""
-            status, stated = (OK, "known") if known else (MISMATCH, "unknown to the ledger")
-            yield Check(what, status, stated, found[name][:12] + text)
+            same_digest = [other for other in recorded if recorded[other] == digests_now[name]]
+            text = f", as {same_digest[0]}" if same_digest else ""
+            status, stated = (OK, "known") if same_digest else (MISMATCH, "unknown to the ledger")
+            yield Check(what, status, stated, digests_now[name][:12] + text)
         else:
-            earlier = [entry.updates for entry in saved if entry.files.get(name) == found[name]]
-            same = any(files.get(name) == found[name] for files in now)
+            earlier = [
+                entry.updates for entry in saved if entry.files.get(name) == digests_now[name]
+            ]
+            same = any(files.get(name) == digests_now[name] for files in now)
             text = f", saved after {earlier[-1]} updates" if earlier and not same else ""
-            stated = found[name] if same else ours
-            yield Check(what, OK if same else MISMATCH, stated[:12], found[name][:12] + text)
-    if not any(map(is_weights, {**recorded, **found})):
+            stated = digests_now[name] if same else ours
+            yield Check(what, OK if same else MISMATCH, stated[:12], digests_now[name][:12] + text)
+    if not any(map(is_weights, {**recorded, **digests_now})):
         yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
 
 

@@ -146,9 +146,9 @@ class Repository:
         there = self._api.list_repo_files(self.repo_id, token=token, revision=revision)
         places = {target.parent for target in targets}
         others = {path for name in there if (path := PurePosixPath(name)).parent in places}
-        found = others - targets.keys()
+        unsaved = others - targets.keys()
         if foreign := sorted(
-            str(p) for p in found if is_weights(p.name) or p.name.lower() == ADAPTER_CONFIG
+            str(p) for p in unsaved if is_weights(p.name) or p.name.lower() == ADAPTER_CONFIG
         ):
             raise PrivacyError(
                 f"{self.repo_id} contains {', '.join(foreign)}, which this run did not make. The "
@@ -160,8 +160,10 @@ class Repository:
 def _require_as_saved(folder: Path) -> None:
     """Refuse a folder whose files differ from the digests in its ledger."""
     saved = Ledger.load(folder / LEDGER_NAME).saved
-    recorded, found = saved[-1].files if saved else {}, digests(folder)
-    if other := sorted(n for n in recorded.keys() | found if recorded.get(n) != found.get(n)):
+    recorded, digests_now = saved[-1].files if saved else {}, digests(folder)
+    if other := sorted(
+        n for n in recorded.keys() | digests_now if recorded.get(n) != digests_now.get(n)
+    ):
         raise PrivacyError(
             f"{', '.join(other)} in {folder} changed after the model was saved there, so the "
             "ledger does not describe it. Nothing was sent. Find the program that writes there, "
@@ -171,12 +173,12 @@ def _require_as_saved(folder: Path) -> None:
 
 def _statuses(error: BaseException) -> list[int]:
     chain: BaseException | None = error
-    found: list[int] = []
+    statuses: list[int] = []
     while chain is not None:
         if isinstance(chain, HfHubHTTPError):
-            found.append(chain.response.status_code)
+            statuses.append(chain.response.status_code)
         chain = chain.__cause__
-    return found
+    return statuses
 
 
 def _is_final(error: Exception) -> bool:

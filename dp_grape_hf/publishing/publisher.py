@@ -63,9 +63,9 @@ class Publisher:
         self.adapter, self.details = adapter, details or CardDetails()
         self.repository: Repository | None = None
         self._on_hub: dict[str, bool] = {}
-        self.use(model)
+        self.set_model(model)
 
-    def use(self, model: Any) -> None:
+    def set_model(self, model: Any) -> None:
         """Use another model, and store whether its base model is on the Hub.
 
         This is looked up here, because a local folder may be gone when the model is published.

@@ -104,8 +104,8 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     version = ledger.versions.get(package or "", "version not recorded")
     unit = unit_of(mechanism)
     scaled = ", to which all are scaled" if mechanism.clipping == Clipping.AUTOMATIC else ""
-    own = ledger.runs[-1]
-    accounted = {"Accounted as": own.accounted_in_words} if own.accounted.bands > 1 else {}
+    run = ledger.runs[-1]
+    accounted = {"Accounted as": run.accounted_in_words} if run.accounted.bands > 1 else {}
     rows = {
         _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
@@ -145,8 +145,8 @@ def _declared(mechanism: Mechanism) -> str:
 
 def plain(text: str) -> str:
     """Return a text of the ledger, escaped so that it cannot leave its cell of the table."""
-    known = text.encode(errors="replace").decode()
-    one_line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", known)
+    encodable = text.encode(errors="replace").decode()
+    one_line = re.sub(r"[\s\x00-\x1f\x7f]+", " ", encodable)
     return one_line.replace("|", "\\|").replace("<", "&lt;").strip()
 
 

@@ -93,9 +93,9 @@ def _of_the_chain(ledger: Ledger, head: str | None) -> Iterator[Check]:
     found = f"head {ledger.head[:12]}" if fault is None else fault
     yield Check("chain", MISMATCH if fault else OK, f"{len(ledger.links)} entries", found)
     if head is not None:
-        known = ledger.has_ended_with(head)
-        text = "in the chain" if known else "never was the end of this chain"
-        yield Check("head noted before", OK if known else MISMATCH, head[:12], text)
+        has_head = ledger.has_ended_with(head)
+        text = "in the chain" if has_head else "never was the end of this chain"
+        yield Check("head noted before", OK if has_head else MISMATCH, head[:12], text)
 
 
 def _of_the_live_ledger(ledger: Ledger, folder: Path | None) -> Iterator[Check]:

@@ -247,7 +247,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             processing_class=processing_class,
             **kwargs,
         )
-        self.publisher.use(self.model)
+        self.publisher.set_model(self.model)
         refuse_launcher(self)
         self._user_loss = with_three_arguments(compute_loss_func)
         if self._user_loss is not None:
@@ -304,9 +304,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         public = None if public is None else description(public)
         earlier = find_earlier(self.model, self.args)
         most = self.private_run.bands_at_most()
-        apart = self._clipped_apart
+        head = self._clipped_apart
         with self._progress("Calibrating the noise", "tries"):
-            self.plan = PrivacyPlan(self.args, self._dataset_size, earlier, public, most, apart)
+            self.plan = PrivacyPlan(self.args, self._dataset_size, earlier, public, most, head)
         self.args = self.plan.args
 
     def _make_parts(self) -> None:
@@ -347,8 +347,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _make_run(self) -> PrivateRun:
         """Return the parts of a run for the model; raises an error for unsupported models."""
-        inputs, apart = self._public_inputs(), self._clipped_apart
-        return PrivateRun(self.args, self.model, self._loss(), self.observer, inputs, apart)
+        inputs, head = self._public_inputs(), self._clipped_apart
+        return PrivateRun(self.args, self.model, self._loss(), self.observer, inputs, head)
 
     def _loss(self) -> LossFunction | None:
         """Return the loss that was passed; None if the loss of the model's head is used."""
@@ -770,7 +770,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )
-        self.publisher.use(self.model)
+        self.publisher.set_model(self.model)
         self.publisher.ledger = self.ledger
         self.plan.use_noise_of(self.ledger.mechanism)
         if self._known_streams is not None:

@@ -334,9 +334,9 @@ class PrivateRun:
                 self.signal.begin_anew()
             if measured and isinstance(self.schedule, PrincipalProjection):
                 self.mechanism.ledger.note_projection(self.schedule.digest())
-            observer.made(PROJECTORS, self.projectors)
+            observer.computed(PROJECTORS, self.projectors)
             if self._low_rank is not None:
-                self._low_rank.use(self.projectors)
+                self._low_rank.set_projectors(self.projectors)
             self.mechanism.begin(self.projectors)
         loss = torch.zeros((), device=self.per_sample.device)
         missing = 0
@@ -351,7 +351,7 @@ class PrivateRun:
             reshard(self.model)
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
-        observer.made(RELEASED, private_grads)
+        observer.computed(RELEASED, private_grads)
         norm = self.signal.add(private_grads, self.mechanism.independent_std, self.gradient_factors)
         with observer.phase(UPDATE):
             self._hand_over(number, private_grads)

@@ -145,7 +145,7 @@ def test_separately_stored_updates_of_16_bit_weights_are_compiled() -> None:
     for seed in range(4):
         torch.manual_seed(seed // 2)
         projectors = projectors_for(model, 4)
-        updates.use(projectors)
+        updates.set_projectors(projectors)
         (losses, found), (expected_losses, expected) = (e(inputs, projectors) for e in engines)
         torch.testing.assert_close(losses, expected_losses, rtol=0.02, atol=0.02)
         assert relative_error(dense(found, ROWS), dense(expected, ROWS)) < 0.02

@@ -173,12 +173,14 @@ def test_a_non_finite_norm_in_one_group_drops_the_sample() -> None:
         values[bad][1] = value
         total: dict[str, Tensor] = {}
         given = {name: Dense(own) for name, own in values.items()}
-        add_clipped_sum_(total, given, 1.0, apart="head")
+        add_clipped_sum_(total, given, 1.0, clipped_apart="head")
         half = math.sqrt(0.5)
         torch.testing.assert_close(total["head.weight"], torch.full((4,), 2 * half / 2))
         torch.testing.assert_close(total["body"], torch.full((2, 5), 2 * half / math.sqrt(10)))
         alone: dict[str, Tensor] = {}
-        add_clipped_sum_(alone, {n: Dense(v[:1]) for n, v in values.items()}, 1.0, apart="head")
+        add_clipped_sum_(
+            alone, {n: Dense(v[:1]) for n, v in values.items()}, 1.0, clipped_apart="head"
+        )
         assert joint_norm(alone) == pytest.approx(1)
 
 

@@ -53,7 +53,7 @@ def test_a_release_has_the_noise_that_is_predicted() -> None:
     for number, factor in enumerate(released_noise(COEFFICIENTS, 6), 1):
         value = released(engine, [])["w"]
         assert float(value.std()) == pytest.approx(factor, rel=5 / math.sqrt(2 * 40_000))
-        assert (engine.turns.bands, engine.turns.made) == (3, number)
+        assert (engine.turns.bands, engine.turns.releases) == (3, number)
 
 
 def test_without_noise_bands_change_nothing() -> None:
@@ -130,8 +130,8 @@ def test_an_interrupted_epoch_continues_with_the_next_releases_turn() -> None:
     for used, ahead in ((7, 3), (11, 1), (50, 0)):
         whole = iter(draws)
         for _ in range(used):
-            groups[turns.made % 5].update(next(whole))
-            turns.made += 1
+            groups[turns.releases % 5].update(next(whole))
+            turns.releases += 1
         for _ in range(ahead):
             next(whole)
     assert not any(groups[i] & groups[j] for i in range(5) for j in range(i))

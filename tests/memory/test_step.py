@@ -204,10 +204,10 @@ def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients() -> None:
         kept = torch.zeros(256)
         timeline.label(PER_SAMPLE, kept)
     assert timeline.peak().gradients == 1024 + 2048
-    assert timeline.kept(PER_SAMPLE) == 1024
-    assert timeline.kept(OPTIMIZER) == 0
+    assert timeline.at_end(PER_SAMPLE) == 1024
+    assert timeline.at_end(OPTIMIZER) == 0
     del other
-    assert timeline.kept(SUMS) == 0
+    assert timeline.at_end(SUMS) == 0
 
 
 def test_a_timeline_counts_products_after_the_setup() -> None:

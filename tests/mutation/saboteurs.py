@@ -301,7 +301,7 @@ def _groups_of_a_loader(patch: pytest.MonkeyPatch) -> None:
 
         def own() -> Turns:
             made.append(made[0] if made else Turns(shared().bands))
-            made[0].made = shared().made
+            made[0].releases = shared().releases
             return made[0]
 
         self._turns = own
@@ -375,7 +375,7 @@ def _noise_is_saved(patch: pytest.MonkeyPatch) -> None:
         add(self, *given)
 
     def state_dict(self: ProjectedOptimizer) -> Any:
-        return original(self) | {"noise": made[-1].kept if made else []}
+        return original(self) | {"noise": made[-1].buffers if made else []}
 
     patch.setattr(BandedNoise, "add_", adds)
     patch.setattr(ProjectedOptimizer, "state_dict", state_dict)

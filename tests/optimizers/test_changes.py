@@ -99,7 +99,7 @@ def test_separately_stored_updates_are_merged_without_rounding() -> None:
     branches = LowRankUpdates(layer, optimizer)
     for number in range(4):
         projector = draw(number // 2)["right"]
-        branches.use({"weight": projector})
+        branches.set_projectors({"weight": projector})
         step(optimizer, {"right": layer.weight}, number, {"right": projector})
         step(reference, {"right": exact.weight}, number, {"right": projector})
     branches.merge_()

@@ -1,4 +1,4 @@
-"""Updates kept apart: the model computes with ``W + lift(Z)``, and a merge loses nothing."""
+"""Separately stored updates: the model computes with ``W + lift(Z)``, and a merge loses nothing."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -76,7 +76,7 @@ def updated(
     """Gives the layers their branches and makes one update; returns what it was made with."""
     projectors, optimizer = projectors_of(model), adam(model, **settings)
     updates = LowRankUpdates(model, optimizer)
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     step(model, optimizer, projectors, 0)
     return projectors, optimizer, updates
 
@@ -112,14 +112,14 @@ def test_both_engines_compute_with_the_weights_and_their_updates(
     updates = LowRankUpdates(model, optimizer)
     assert sum(name in updates for name in projectors) == len(projectors)
     for i in range(2):
-        updates.use(projectors)
+        updates.set_projectors(projectors)
         step(model, optimizer, projectors, i)
     merged = case.model()
     with torch.no_grad():
         for parameter, value in exact(model, optimizer, projectors).items():
             merged.get_parameter(parameter).copy_(value)
     converted(model, torch.float32)  # the branches stay: what is left to differ is rounding
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     computing = make_engine(engine, model)
     if fused:
         computing.add_branches(updates.branches)
@@ -166,7 +166,7 @@ def test_checkpointed_layers_have_their_updates_when_they_run_again(fused: bool)
     merged = Checkpointed(small_model(torch.float32))
     merged.load_state_dict(exact(model, optimizer, projectors))
     model.float()
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     engine = make_engine("layerwise", model, squared_outputs)
     if fused:
         engine.add_branches(updates.branches)
@@ -180,7 +180,7 @@ def test_a_layer_and_its_branch_share_what_both_need() -> None:
     model = Model(small_model())
     inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
     projectors, _, updates = updated(model)
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     engine, found = make_engine("layerwise", model, squared_outputs), []
     for branches in ({}, updates.branches):
         engine.add_branches(branches)
@@ -197,7 +197,7 @@ def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatc
     model = Model(small_model())
     inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
     projectors, _, updates = updated(model, lr=0.02)
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     engine = make_engine("layerwise", model, squared_outputs)
     engine.add_branches(updates.branches)
     engine(inputs, projectors)
@@ -245,7 +245,7 @@ def test_a_merge_rounds_to_a_neighbour_and_is_unbiased() -> None:
         model = small_model()
         optimizer = adam(model, lr=1e-4, rounding_seed=seed)
         updates = LowRankUpdates(model, optimizer)
-        updates.use(projectors)
+        updates.set_projectors(projectors)
         step(model, optimizer, projectors, 0)
         goal = exact(model, optimizer, projectors)
         updates.merge_()
@@ -267,10 +267,10 @@ def test_a_redraw_merges_with_the_old_projection_and_restarts() -> None:
     optimizer = adam(model, lr=0.05, weight_decay=0.1)
     updates = LowRankUpdates(model, optimizer)
     for i in range(3):
-        updates.use(old)
+        updates.set_projectors(old)
         step(model, optimizer, old, i)
     goal = exact(model, optimizer, old)
-    updates.use(new)
+    updates.set_projectors(new)
     for name in old:
         weight = model.get_parameter(name)
         state = optimizer.state[weight]
@@ -321,7 +321,7 @@ def test_no_float32_copy_of_a_whole_weight_is_made(
     monkeypatch.setattr(optimizer_module, "_BLOCK", 2000)
     projectors, optimizer = projectors_of(model, rank=2) if projected else {}, adam(model, lr=0.1)
     updates = LowRankUpdates(model, optimizer)
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     step(model, optimizer, projectors, 0)  # makes the state
     generator = torch.Generator().manual_seed(1)
     shapes = [p.coordinate_shape(torch.Size([300, 64])) for p in projectors.values()]
@@ -377,7 +377,7 @@ def test_only_the_weight_of_one_nn_linear_has_a_branch() -> None:
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     assert [name for name in names if name in updates] == ["once.weight", "directly.weight"]
     projectors = projectors_of(model)
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step_of = {p: torch.ones(projectors[n].coordinate_shape(p.shape)) for n, p in _trained(model)}
     optimizer.receive(step_of, {p: projectors[n] for n, p in _trained(model)})
@@ -391,7 +391,7 @@ def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def test_weights_used_without_their_module_are_rounded_at_every_step() -> None:
-    """Where it would be kept apart, nothing would add its updates."""
+    """If its updates were stored separately, nothing would add them."""
     model = Uses().bfloat16()
     projectors, optimizer = projectors_of(model), adam(model, lr=0.1)
     updates = LowRankUpdates(model, optimizer)
@@ -400,7 +400,7 @@ def test_weights_used_without_their_module_are_rounded_at_every_step() -> None:
     assert "directly.weight" not in updates
     assert "once.weight" in updates
     before = model.directly.weight.detach().clone()
-    updates.use(projectors)
+    updates.set_projectors(projectors)
     step(model, optimizer, projectors, 0)
     assert not torch.equal(model.directly.weight, before)
     assert not model.directly._forward_hooks
@@ -423,11 +423,11 @@ def test_new_coordinates_without_use_are_refused() -> None:
     model = small_model()
     optimizer = adam(model)
     updates = LowRankUpdates(model, optimizer)
-    updates.use(projectors_of(model, 0))
-    with pytest.raises(PrivacyError, match=r"LowRankUpdates.use\(\)"):
+    updates.set_projectors(projectors_of(model, 0))
+    with pytest.raises(PrivacyError, match=r"LowRankUpdates.set_projectors\(\)"):
         step(model, optimizer, projectors_of(model, 1), 0)
     with pytest.raises(PrivacyError, match=r"projection_rank"):
-        updates.use(projectors_of(model, 0, rank=3))
+        updates.set_projectors(projectors_of(model, 0, rank=3))
 
 
 # ---- State ----
@@ -446,12 +446,12 @@ def test_a_saved_run_continues_bit_by_bit(merge: bool) -> None:
 
     model, optimizer, updates, schedule = start()
     for i in range(5):
-        updates.use(schedule.at(i))
+        updates.set_projectors(schedule.at(i))
         step(model, optimizer, schedule.at(i), i)
     if merge:
         updates.merge_()
     resumed, loaded, continued, again = start()
-    continued.use(again.at(0))  # what is loaded does not belong to this projection
+    continued.set_projectors(again.at(0))  # what is loaded does not belong to this projection
     resumed.load_state_dict(saved_and_loaded(model.state_dict()))
     loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
     pending = [state["update"] for state in loaded.state.values() if "update" in state]
@@ -462,7 +462,7 @@ def test_a_saved_run_continues_bit_by_bit(merge: bool) -> None:
             (model, optimizer, updates, schedule),
             (resumed, loaded, continued, again),
         ):
-            u.use(s.at(i))
+            u.set_projectors(s.at(i))
             step(m, o, s.at(i), i)
     for u in (updates, continued):
         u.merge_()
@@ -485,6 +485,6 @@ def test_updates_that_were_not_merged_are_not_dropped_silently() -> None:
 def test_kept_updates_count_as_state() -> None:
     model = small_model()
     projectors, optimizer = projectors_of(model), adam(model)
-    LowRankUpdates(model, optimizer).use(projectors)
+    LowRankUpdates(model, optimizer).set_projectors(projectors)
     coordinates = sum(RANK * max(p.shape) for p in model.parameters() if p.dim() == 2)
     assert optimizer.state_bytes() == 4 * coordinates

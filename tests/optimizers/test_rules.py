@@ -141,7 +141,7 @@ def test_without_projectors_every_step_is_that_of_torch(
 
 
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_updates_kept_apart_are_those_of_the_definition(rule: str) -> None:
+def test_separately_stored_updates_equal_the_definition(rule: str) -> None:
     """In a period without rounding; moments, which rounding does not touch, at every step."""
     weights = parameters(torch.bfloat16)
     settings = SETTINGS[rule] | {"weight_decay": 0.3}
@@ -154,7 +154,7 @@ def test_updates_kept_apart_are_those_of_the_definition(rule: str) -> None:
         if number % EVERY == 0:
             projectors = draw(number // EVERY)
         for name in SIDES:
-            optimizer.keep_apart(weights[name], projectors[name])
+            optimizer.store_separately(weights[name], projectors[name])
         before = {name: weights[name].detach().clone() for name in SIDES}
         step(optimizer, weights, number, projectors)
         definition.step(number, projectors)

@@ -82,16 +82,16 @@ def test_a_state_goes_on_either_way(rule: str) -> None:
     assert optimizer.state_bytes() == 4 * numbers * len(UPDATE_RULES[rule].moments)
 
 
-def test_updates_that_are_kept_apart_get_their_part() -> None:
+def test_separately_stored_updates_are_views_of_the_vector() -> None:
     one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
     kept = []
     for weights, way in ((one, step), (other, flat_step)):
         optimizer, projectors = optimizer_of(weights, "adam", weight_decay=0.1), draw(0)
-        kept.append(optimizer.keep_apart(weights["right"], projectors["right"]))
+        kept.append(optimizer.store_separately(weights["right"], projectors["right"]))
         for number in range(3):
             way(optimizer, weights, number, projectors)
         assert kept[-1].any()
-        rounded = optimizer.kept_apart(weights["right"])
+        rounded = optimizer.stored_update(weights["right"])
         assert torch.equal(rounded, kept[-1].to(torch.bfloat16))
     torch.testing.assert_close(*kept, **EXACT)
     assert torch.equal(one["right"], other["right"])
@@ -140,7 +140,7 @@ def test_one_kernel_call_moves_all_16_bit_weights() -> None:
     weights = parameters(torch.bfloat16)
     optimizer, projectors = ProjectedAdam(weights.values()), draw(0)
     for name, projector in projectors.items():
-        optimizer.keep_apart(weights[name], projector)
+        optimizer.store_separately(weights[name], projector)
     flat_step(optimizer, weights, 0, projectors)
     with (timeline := Timeline()):
         flat_step(optimizer, weights, 1, projectors)

@@ -303,7 +303,7 @@ def taken(step: Callable[[], Any], given: Any) -> int:
     timeline.phase = FORWARD
     with timeline:
         step()
-    return timeline.peak().total - timeline.kept(WEIGHTS)
+    return timeline.peak().total - timeline.at_end(WEIGHTS)
 
 
 @pytest.mark.slow

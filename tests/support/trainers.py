@@ -272,9 +272,9 @@ class Releases(Observer):
     def __init__(self) -> None:
         self.releases: list[dict[str, Tensor]] = []
 
-    def made(self, what: str, values: dict[str, Tensor]) -> None:
-        if what == RELEASED:
-            self.releases.append({name: value.clone() for name, value in values.items()})
+    def computed(self, name: str, values: dict[str, Tensor]) -> None:
+        if name == RELEASED:
+            self.releases.append({n: value.clone() for n, value in values.items()})
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -260,7 +260,7 @@ def released(
             "num_samples": size,
             "per_device_train_batch_size": 16,
             "max_steps": 1,
-            "known_streams": Streams.known(),
+            "known_streams": Streams.seeded(),
             **settings,
         },
     )

@@ -111,7 +111,7 @@ def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
     for matrix in state["projection"]["matrices"].values():
         matrix.neg_()
     torch.save(state, path)
-    with pytest.raises(PrivacyError, match="the projection has the digest"):
+    with pytest.raises(PrivacyError, match="The projection has the digest"):
         trainer_of(tmp_path, **settings).train(resume_from_checkpoint=True)
 
 

@@ -396,7 +396,7 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
 
 
 def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, known_streams=Streams.known())
+    trainer = make_trainer(tmp_path, known_streams=Streams.seeded())
     trainer.train()
     assert not Ledger.load(tmp_path / LEDGER_NAME).private
     assert trainer.privacy_spent().epsilon == math.inf

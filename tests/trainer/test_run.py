@@ -54,8 +54,8 @@ class Notes(Observer):
         yield
         self.inside.pop()
 
-    def made(self, what: str, values: Any) -> None:
-        self.seen.append(f"made {what}")
+    def computed(self, name: str, values: Any) -> None:
+        self.seen.append(f"computed {name}")
 
 
 def private_run(folder: Path, observer: Observer | None = None, **changes: Any) -> PrivateRun:
@@ -83,9 +83,9 @@ def test_a_step_has_its_phases_in_order(tmp_path: Path) -> None:
     run.step(0, draw(4, 4))
     notes.seen.clear()  # what is done with the first batch only
     run.step(1, draw(4, 4))
-    outer = [name for name in notes.seen if "/" not in name and name != f"made {PROJECTORS}"]
-    batch = [FORWARD, BACKWARD, f"made {PER_SAMPLE}", CLIP]
-    assert outer == [REDRAW, *batch, *batch, RELEASE, f"made {RELEASED}", UPDATE]
+    outer = [name for name in notes.seen if "/" not in name and name != f"computed {PROJECTORS}"]
+    batch = [FORWARD, BACKWARD, f"computed {PER_SAMPLE}", CLIP]
+    assert outer == [REDRAW, *batch, *batch, RELEASE, f"computed {RELEASED}", UPDATE]
     inner = [name for name in notes.seen if name.startswith((REDRAW, RELEASE))]
     assert inner == [REDRAW, RELEASE, f"{RELEASE}/{RECORD}"]
 
@@ -94,10 +94,10 @@ def test_a_release_is_in_the_ledger_before_it_is_shown(tmp_path: Path) -> None:
     steps = []
 
     class Count(Observer):
-        def made(self, what: str, values: Any) -> None:
-            if what in (PER_SAMPLE, RELEASED):
+        def computed(self, name: str, values: Any) -> None:
+            if name in (PER_SAMPLE, RELEASED):
                 assert run.mechanism is not None
-                steps.append((what, run.mechanism.ledger.steps))
+                steps.append((name, run.mechanism.ledger.steps))
 
     run = private_run(tmp_path)
     run.per_sample.observer = Count()

@@ -39,7 +39,7 @@ OWNED = {
 def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
     """Returns a trainer after training with known coins and noise, and what was seen of it."""
     watch = Watch()
-    settings = {"train_dataset": owned(), "known_streams": Streams.known()} | settings
+    settings = {"train_dataset": owned(), "known_streams": Streams.seeded()} | settings
     trainer = make_trainer(folder, callbacks=[watch], **OWNED | settings)
     trainer.train()
     return trainer, watch
@@ -156,7 +156,7 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     }
 
     def run(folder: str, *callbacks: Any, resume: bool = False) -> Any:
-        generators, callbacks = Streams.known(), list(callbacks)
+        generators, callbacks = Streams.seeded(), list(callbacks)
         trainer = make_trainer(
             tmp_path / folder, known_streams=generators, callbacks=callbacks, **settings
         )

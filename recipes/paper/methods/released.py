@@ -139,7 +139,7 @@ class _Projected(Update):
 
     def hand_over(self, optimizer: Any, step: int, private_grads: Mapping[str, Tensor]) -> None:
         projectors, weights = self.projection.at(step, private_grads), self._engine.trainable
-        self._engine.observer.made(PROJECTORS, projectors)
+        self._engine.observer.computed(PROJECTORS, projectors)
         optimizer.receive(
             {
                 weights[name]: projectors[name].project(g) if name in projectors else g

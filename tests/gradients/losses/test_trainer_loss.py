@@ -90,7 +90,7 @@ class Unasked(DPGrapeTrainer):
 
 
 def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
-    trainer = make_trainer(tmp_path, cls=cls, known_streams=Streams.known(), **settings)
+    trainer = make_trainer(tmp_path, cls=cls, known_streams=Streams.seeded(), **settings)
     trainer.train()
     return trainer
 

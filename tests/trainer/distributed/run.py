@@ -111,7 +111,7 @@ def trained(
         seed_of_draws: seeds coins and noise.
         settings: of ``make_trainer``.
     """
-    generators, watch = Streams.known(seed_of_draws), settings.pop("watch", None) or Watch()
+    generators, watch = Streams.seeded(seed_of_draws), settings.pop("watch", None) or Watch()
     if stream is not None:
         generators.noise.set_state(stream)
     settings.setdefault("model", TinyForSequenceClassification())

@@ -24,7 +24,7 @@ from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
 from dp_grape_hf.projections import principal, probes
-from dp_grape_hf.sharding import whole
+from dp_grape_hf.sharding import full_tensor
 from tests.support.faults import die
 from tests.support.models import only, row, without_dropout
 from tests.support.trainers import Examples, Watch, adapted, examples_of, make_trainer
@@ -107,7 +107,9 @@ class WholeWeights(Watch):
 
     def keep(self, model: nn.Module) -> None:
         self.whole = sum(not isinstance(p, DTensor) for p in model.parameters())
-        self.weights.append({n: whole(p.detach()).clone() for n, p in model.named_parameters()})
+        self.weights.append(
+            {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
+        )
 
 
 def trained(
@@ -180,7 +182,7 @@ def adapter(folder: Path) -> Any:
     trainer = make_trainer(
         folder / "adapter",
         **make(),
-        known_streams=Streams.known(0),
+        known_streams=Streams.seeded(0),
         **USUAL | settings | SHARDED,
     )
     trainer.train()
@@ -278,7 +280,7 @@ def killed(folder: Path) -> Any:
     if dist.get_rank() == 1:
         parts["model"].model.decoder.layers[1].fc1.register_forward_hook(kill)
     settings = USUAL | settings | SHARDED | {"callbacks": [run.Arm(armed)]}
-    make_trainer(folder / "killed", known_streams=Streams.known(0), **parts, **settings).train()
+    make_trainer(folder / "killed", known_streams=Streams.seeded(0), **parts, **settings).train()
 
 
 def broken_data(folder: Path) -> Any:
@@ -286,7 +288,7 @@ def broken_data(folder: Path) -> Any:
     data = run.Broken(examples_of("opt", 24).examples)
     settings = USUAL | SHARDED | {"expected_batch_size": 20, "callbacks": [run.Arm(data)]}
     settings |= {"model": only("opt").model(), "train_dataset": data}
-    make_trainer(folder / "broken", known_streams=Streams.known(0), **settings).train()
+    make_trainer(folder / "broken", known_streams=Streams.seeded(0), **settings).train()
 
 
 SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
