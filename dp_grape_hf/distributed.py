@@ -68,7 +68,10 @@ def from_first(make: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if outcome[1] is not None:
-        raise PrivacyError(f"The first process failed: {outcome[1]}")
+        raise PrivacyError(
+            "The first process failed, so all processes stop. Correct the error of the first "
+            f"process: {outcome[1]}"
+        )
     result: T = outcome[0]
     return result
 

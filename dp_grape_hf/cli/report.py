@@ -62,7 +62,10 @@ def run(args: argparse.Namespace) -> str:
         figure.savefig(folder / PICTURE, dpi=120)
         (folder / PAGE).write_text(page, encoding="utf-8")
     except OSError as error:
-        raise PrivacyError(f"{folder} cannot be written to: {error}") from error
+        raise PrivacyError(
+            f"{folder} cannot be written to, so there is no report: {error}. Free disk space, or "
+            "copy the folder to a place that you can write to."
+        ) from error
     return f"Wrote {folder / PAGE} and {folder / PICTURE}.\n"
 
 

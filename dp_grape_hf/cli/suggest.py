@@ -49,7 +49,10 @@ def _model(args: argparse.Namespace) -> tuple[Any, Any]:
     try:
         model = cls.from_pretrained(name, config=config)
     except (OSError, ValueError) as error:
-        raise PrivacyError(f"model={name!r} cannot be loaded: {error}") from error
+        raise PrivacyError(
+            f"model={name!r} cannot be loaded: {error}. Pass the folder that a model was saved to, "
+            "or its name on the Hub."
+        ) from error
     try:
         return model, AutoTokenizer.from_pretrained(name)
     except Exception:  # from the code of any tokenizer: the model has none that loads

@@ -390,7 +390,11 @@ class Ledger:
         Raises:
             PrivacyError: ``head`` is not a digest.
         """
-        require(is_digest(head), f"{head=} must be all 64 hex digits of a digest.")
+        require(
+            is_digest(head),
+            f"{head=} must have 64 hex digits, because parts of digests can be equal. Pass the "
+            "complete digest.",
+        )
         return has_been_head(head, self.links)
 
     def goes_on_from(self, copy: Self) -> bool:

@@ -234,7 +234,11 @@ class LogicalBatchCollator:
         grid: Grid = RowCollator.grid,
         seeds: Seeds = secret_seeds,
     ) -> None:
-        require(physical_batch_size >= 1, f"{physical_batch_size=} must be at least 1.")
+        require(
+            physical_batch_size >= 1,
+            f"{physical_batch_size=} must be at least 1, because it is the largest number of "
+            "examples in memory. Pass a larger number.",
+        )
         self.collate_rows = RowCollator(collator, grid)
         self.physical_batch_size = physical_batch_size
         self._each = Each(seeds, data_collator=collator)

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 
 class Setting(NamedTuple):
-    """A setting of an update rule: its default, and whether a value is in range."""
+    """A setting of an update rule: its default, and its range."""
 
     default: Any
     good: Callable[[Any], bool]
+    needed: str  # the range in words
 
 
 class UpdateRule(NamedTuple):
@@ -55,7 +56,8 @@ class UpdateRule(NamedTuple):
                 )
         values = {n: given.get(n, setting.default) for n, setting in self.settings.items()}
         for name, value in values.items():
-            require_in_range(name, value, self.settings[name].good(value))
+            setting = self.settings[name]
+            require_in_range(name, value, setting.good(value), setting.needed)
         return values
 
     def make(
@@ -72,10 +74,10 @@ class UpdateRule(NamedTuple):
         return optimizer
 
 
-def require_in_range(name: str, value: Any, good: bool) -> None:
-    """Raise a ``ValueError`` with the name and the value of a setting that is out of range."""
+def require_in_range(name: str, value: Any, good: bool, needed: str) -> None:
+    """Raise a ``ValueError`` with name, value and range of a setting that is out of range."""
     if not good:
-        raise ValueError(f"{name}={value} is out of range.")
+        raise ValueError(f"{name}={value} is out of range. Pass {needed}.")
 
 
 def moved_from_zero(
@@ -110,8 +112,12 @@ _ADAM = UpdateRule(
     fixed={"fused": True, "weight_decay": 0.0},
     moments={"exp_avg": 1, "exp_avg_sq": 2},
     settings={
-        "betas": Setting((0.9, 0.999), lambda betas: all(0 <= beta < 1 for beta in betas)),
-        "eps": Setting(1e-8, lambda eps: eps >= 0),
+        "betas": Setting(
+            (0.9, 0.999),
+            lambda betas: all(0 <= beta < 1 for beta in betas),
+            "two numbers of at least 0 and below 1",
+        ),
+        "eps": Setting(1e-8, lambda eps: eps >= 0, "a number of at least 0"),
     },
 )
 _SGD = UpdateRule("sgd", torch.optim.SGD, counts_steps=False, fixed={}, moments={}, settings={})
@@ -121,7 +127,11 @@ _MOMENTUM = UpdateRule(
     counts_steps=False,
     fixed={},
     moments={"momentum_buffer": 1},
-    settings={"momentum": Setting(0.9, lambda momentum: 0 <= momentum < 1)},
+    settings={
+        "momentum": Setting(
+            0.9, lambda momentum: 0 <= momentum < 1, "a number of at least 0 and below 1"
+        )
+    },
 )
 _RMSPROP = UpdateRule(
     "rmsprop",

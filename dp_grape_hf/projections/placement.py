@@ -61,7 +61,11 @@ def placements(
     >>> {name: (place.side.value, place.rows) for name, place in found.items()}
     {'a': ('left', 8), 'b': ('right', 8)}
     """
-    require(rank >= 1, f"projection_rank={rank} must be at least 1.")
+    require(
+        rank >= 1,
+        f"projection_rank={rank} must be at least 1, because P has so many columns. Pass a larger "
+        "rank.",
+    )
     placed = {}
     for name, shape in shapes.items():
         if len(shape) != 2:

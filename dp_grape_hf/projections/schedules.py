@@ -41,7 +41,8 @@ class _Redrawn:
     ) -> None:
         require(
             update_steps is None or update_steps >= 1,
-            f"projection_update_steps={update_steps} must be at least 1.",
+            f"projection_update_steps={update_steps} must be at least 1, because it is the number "
+            "of steps between two redraws of P. Pass a larger number.",
         )
         self.placements = placed
         self._update_steps, self._device = update_steps, torch.device(device)

@@ -1010,7 +1010,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def privacy_spent(self) -> PrivacySpent:
         """Return an upper bound on the epsilon spent so far, and all that it depends on."""
         if self.train_dataset is None:
-            raise PrivacyError("train_dataset=None: nothing is trained, so nothing is spent.")
+            raise PrivacyError(
+                "train_dataset=None: nothing is trained, so no epsilon is spent. To train, pass "
+                "train_dataset to the trainer."
+            )
         return self.plan.spent(self.ledger)
 
     def releases_left(self) -> float:
@@ -1022,8 +1025,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise ``PrivacyError``: the epsilon of one run does not cover a choice among several."""
         raise PrivacyError(
-            "hyperparameter_search() compares the results of several runs, and the epsilon of one "
-            "run does not. Tune on public data, or add up all runs (earlier_data='same')."
+            "hyperparameter_search() compares the results of several runs, which the epsilon of "
+            "one run does not cover. Tune on public data, or add up all runs (earlier_data='same')."
         )
 
 

@@ -58,6 +58,8 @@ FORMULA = re.compile(
 
 OPTIONS = "<!-- options -->"
 """The place of the options in the page of the arguments."""
+MESSAGES = "<!-- messages -->"
+"""The place of all messages in the page of questions and answers."""
 
 ROOM = """# {0}
 
@@ -70,7 +72,7 @@ ROOMS = {path.parent.name for path in ROOT.glob("dp_grape_hf/*/README.md")}
 REFERENCE = {
     f"reference/{room}.md": ROOM.format(room)
     for room in sorted(ROOMS - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
-} | {"reference/messages.md": messages.page()}
+}
 """Path -> text of a reference page. ``arguments`` and ``trainer`` have written pages instead."""
 
 
@@ -121,7 +123,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return shown + hash_sign + anchor
         return in_repository(target, source)
 
-    return with_links(markdown.replace(OPTIONS, options()), link)
+    generated = markdown.replace(OPTIONS, options())
+    if MESSAGES in generated:
+        generated = generated.replace(MESSAGES, messages.section())
+    return with_links(generated, link)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -204,23 +205,42 @@ def test_files_and_folders_have_an_address_in_the_repository() -> None:
         in_repository("nothing", page)
 
 
-def test_the_page_of_messages_lists_errors_and_warnings(tmp_path: Path) -> None:
+def test_the_list_of_messages_has_errors_and_warnings(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text(
         "raise PrivacyError(f'{size=} is larger than ' + f'{limit} rows. Lower it.')\n"
         "require(done, 'the run is not done. Train first.')\n"
         "logger.warning('%d of the steps are %.4g apart', 1, 2)\n"
-        "raise PrivacyError(f'{error}')\nraise ValueError('this is not a message')\n"
+        "raise PrivacyError(f'{error}')\nraise KeyError('this is not a message')\n"
+        "warnings.append('The rate is too large. Lower it.')\n"
+        "names.append('this is a part of a message')\n"
     )
     assert list(messages.messages(module)) == [
         "size=… is larger than … rows. Lower it.",
         "the run is not done. Train first.",
         "… of the steps are … apart",
+        "The rate is too large. Lower it.",
     ]
-    page = messages.page()
+    page = messages.section()
     for text in (
-        "## ledger\n",
+        "### Messages of ledger\n",
+        "Nothing will be learnt: if all examples agreed",
         "target_delta=None: epsilon has no meaning",
         "save_steps=… is not a",
     ):
         assert text in page
+
+
+NOT_OURS = {"Per sample gradient is not initialized"}  # of Opacus
+EXAMPLES = {"MyModel": "…", "eval_dataset": "…"}  # values in headings, to which pages link
+
+
+def test_messages_quoted_by_the_questions_page_exist() -> None:
+    every = [text for path in messages.PACKAGE.rglob("*.py") for text in messages.messages(path)]
+    page = (ROOT / "recipes" / "guide" / "questions.md").read_text(encoding="utf-8")
+    prose = " ".join(re.sub(r"```.*?```|`[^`]*`", " ", page, flags=re.DOTALL).split())
+    quoted = {text for text in re.findall(r'"([^"]+)"', prose) if len(text.split()) >= 4}
+    assert len(quoted) > 20
+    for text in quoted - NOT_OURS:
+        wanted = reduce(lambda known, name: known.replace(name, EXAMPLES[name]), EXAMPLES, text)
+        assert any(wanted in message for message in every), text
