@@ -80,3 +80,22 @@ def test_every_name_in_the_glossary_exists() -> None:
         assert hasattr(dp_grape_hf, name), name
     for name in ("ledger", "publisher", "privacy_spent"):
         assert hasattr(DPGrapeTrainer, name), name
+
+
+def anchor_of(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and the site make it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("dp_grape_hf/*/README.md")), ids=lambda page: page.parent.name
+)
+def test_a_page_of_a_subpackage_has_no_forward_reference(page: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
+    introduction = text.partition("\n## ")[0]
+    assert "recipes/guide/glossary.md" in introduction, "link the glossary before the first section"
+    text = re.sub(r"<!-- table.*?<!-- end -->", "", text, flags=re.S)  # of options, to look up
+    begins = {anchor_of(found[1]): found.start() for found in re.finditer(r"^#+ (.*)$", text, re.M)}
+    links = re.finditer(r"\]\(#([\w-]+)\)", text)
+    later = {found[1] for found in links if begins.get(found[1], 0) > found.start()}
+    assert not later, "define it here, or move that section before this one"

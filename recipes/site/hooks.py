@@ -63,6 +63,8 @@ MESSAGES = "<!-- messages -->"
 
 ROOM = """# {0}
 
+The [glossary](../recipes/guide/glossary.md) defines the terms of this page.
+
 ::: dp_grape_hf.{0}
     options:
       show_root_heading: false
