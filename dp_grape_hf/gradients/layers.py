@@ -197,7 +197,7 @@ RunModel = Callable[[int], Tensor]
 
 @dataclass(eq=False)
 class Site:
-    """A module that the engine runs, and the sample dimensions of its tensors."""
+    """A module with trained parameters that the engine runs, and its tensors' sample dimensions."""
 
     path: str
     module: nn.Module

@@ -1,5 +1,9 @@
 """One forward and backward pass of the layerwise engine: running sites and capturing gradients.
 
+A *site* (``layers.Site``) is a module with trained parameters, whose forward a pass replaces. It is
+*carried* if its input has a sample dimension. The *layout* (``flat.Layout``) gives a parameter its
+*place* in the matrix (B, D) of gradients; a *piece* is this part in its shape in memory.
+
 Every weight has zero coordinates for each sample, a leaf (*tap*) that takes no memory. A layer with
 a rule runs with its weights detached and an extra autograd node at its output. When the node
 receives the output's gradient, it applies the rule and the projection, and returns the gradients of
@@ -9,8 +13,8 @@ checkpointing works because it runs the forward pass again. The gradients of a m
 twice add up. A module without a rule runs under ``torch.func.vmap``, with weights
 ``W + lift(tap_i)`` for sample i; if vmap cannot run its code, it runs once for each sample.
 
-Shapes: B samples in the physical batch; a module may see them flattened with positions, (B * k,
-...).
+Shapes: B samples in the physical batch, D coordinates in the layout; a module may see the samples
+flattened with their k positions, (B * k, ...).
 """
 
 from __future__ import annotations

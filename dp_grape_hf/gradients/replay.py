@@ -13,16 +13,21 @@ of the model:
    again, and must have the same losses and gradients.
 4. The batch runs again with its rows in another order. All rows must have the same gradients.
 
-The numbers of a draw belong to rows if there are B times as many numbers for B rows. A draw that
-does not grow is shared by the rows of a physical batch. Adding an example moves other examples to
-other physical batches, so it changes which of them share a draw, and clipping does not bound that.
-Shared draws are refused, except uniform ones that change nothing (``layerdrop=0.0``).
+A *draw* is one operation that draws random numbers (``draws.Draw``), and its *owner* says which
+rows use the numbers (``draws.Owner``). Numbers belong to rows if there are B times as many numbers
+for B rows. A draw that does not grow is shared by the rows of a physical batch. Adding an example
+moves other examples to other physical batches, so it changes which of them share a draw, and
+clipping does not bound that. Shared draws are refused, except uniform ones that change nothing
+(``layerdrop=0.0``).
 
 Not seen: an event that is rare, does not occur at a bound of a uniform number (one value of
 ``randint``), and lets a row depend on another row's number. Dropout is off in layers whose number
 of positions depends on values (the experts of a mixture).
 
-Shapes: B rows, P parameters.
+Gradients are compared by their *sketches*: for each parameter, the norm of its gradient and k inner
+products with fixed random directions (``sketches``).
+
+Shapes: B rows; sketches (B, number of parameters, 1 + k).
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ _COPIES = 3  # copies of one row, in the passes that change the draws of some of
 _REPEATS = 4  # passes that test whether a model repeats its results
 _PASS = 2**20  # the most draws of a pass; distance of the seeds of two rows
 _CHANGES = (((2,), False), ((0, 1), True))
-"""For each pass that changes draws: the copies that change, and whether to use upper bounds."""
+"""For each pass that changes draws: the indices of the copies that change, and whether uniform
+numbers become their upper bound (True) or their lower bound (False)."""
 
 # ---- The examination ----
 
@@ -193,8 +199,8 @@ class _Shown(NamedTuple):
     """Losses, gradients and draws of the rows of one pass."""
 
     losses: Tensor  # (B,)
-    sketches: Tensor  # (B, P, 1 + k), of the gradients
-    draws: list[Draw]
+    sketches: Tensor  # (B, number of parameters, 1 + k), of the gradients
+    draws: list[Draw]  # in order
     names: list[str]  # the parameters that have gradients
     drew: bool = False  # whether anything was drawn, if draws were not recorded
 
@@ -221,10 +227,11 @@ class _Examination:
     batch: Inputs
     projectors: Mapping[str, Projector]
     tolerance: Tolerance = field(init=False)
-    alone: dict[int, _Shown] = field(init=False, default_factory=dict)
-    passes: int = 0
+    alone: dict[int, _Shown] = field(init=False, default_factory=dict)  # row -> its pass alone
+    passes: int = 0  # number of passes so far, which seeds the next one
     silent: bool = False  # whether no row draws anything
     host_ends: dict[int, Any] = field(init=False, default_factory=dict)
+    """Stream of numpy or Python -> its state after a pass that reseeded it."""
 
     def __post_init__(self) -> None:
         self.tolerance = tolerance_for(self.engine.model)

@@ -31,7 +31,7 @@ from dp_grape_hf.projections import MATRIX_LAYERS, shared_parameters
 from dp_grape_hf.publishing.model_files import ADAPTER
 
 _PREFIX = "base_model.model."  # PEFT puts it before the name of a module
-_BIAS = ".base_layer.bias"
+_BIAS = ".base_layer.bias"  # PEFT's name for the bias of a module with low-rank factors
 _INSTEAD = "Save the complete model: save_as='model'."
 
 
@@ -50,14 +50,14 @@ class Adapter:
         complete: paths of modules that are saved completely.
         biases: whether biases of the modules in ``low_rank`` were trained.
         tied: whether PEFT keeps modules in ``complete`` tied. Otherwise each is saved separately.
-        bare: the model on the meta device.
+        base_shapes: the base model on the meta device: names and shapes without values.
     """
 
     low_rank: Mapping[str, str]
     complete: tuple[str, ...]
     biases: bool
     tied: bool
-    bare: nn.Module = field(repr=False, compare=False)
+    base_shapes: nn.Module = field(repr=False, compare=False)
 
     @classmethod
     def of(
@@ -89,7 +89,9 @@ class Adapter:
             of_a_layer = path and leaf == "weight" and type(module) in MATRIX_LAYERS
             if of_a_layer and id(module.weight) not in shared:
                 low_rank[path] = name
-        ids, owners, biases = {id(p) for p in trained}, {}, set()
+        # Path of a module -> one of its trained parameters; it must be saved completely.
+        owners: dict[str, str] = {}
+        ids, biases = {id(p) for p in trained}, set()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             path, _, leaf = name.rpartition(".")
             if id(parameter) not in ids or low_rank.get(path) == name:
@@ -104,27 +106,28 @@ class Adapter:
                 f"saves only submodules. Freeze it by requires_grad_(False). {_INSTEAD}"
             )
         # PEFT saves every module whose path ends with the given one, with all its submodules.
-        named = [path for path in modules if path.endswith(tuple(owners))] if owners else []
+        saved = [path for path in modules if path.endswith(tuple(owners))] if owners else []
         complete = tuple(
-            path for path in named if not _is_in(path, [o for o in named if o != path])
+            path for path in saved if not _is_in(path, [o for o in saved if o != path])
         )
-        around = [n for o, n in owners.items() if any(_is_in(path, [o]) for path in low_rank)]
+        containing = [n for o, n in owners.items() if any(_is_in(path, [o]) for path in low_rank)]
         low_rank = {path: name for path, name in low_rank.items() if not _is_in(path, complete)}
         if not low_rank:
             raise PrivacyError(
                 "save_as='adapter': no weight would be saved as low-rank factors. "
                 + (
-                    f"PEFT saves the complete module that contains {around[0]}, and {len(around)} "
-                    "such modules contain all projected weights. Freeze these parameters. "
-                    if around
+                    f"PEFT saves the complete module that contains {containing[0]}, and "
+                    f"{len(containing)} such modules contain all projected weights. Freeze these "
+                    "parameters. "
+                    if containing
                     else "No projected weight is the weight of one linear layer alone. "
                 )
                 + _INSTEAD
             )
         weights = {path: getattr(modules[path], "weight", None) for path in complete}
         tied = [path for path, weight in weights.items() if id(weight) in shared]
-        bare = _without_numbers(model)
-        adapter = cls(low_rank, complete, bool(biases & low_rank.keys()), bool(tied), bare)
+        base_shapes = _without_numbers(model)
+        adapter = cls(low_rank, complete, bool(biases & low_rank.keys()), bool(tied), base_shapes)
         try:
             adapter._adapted()  # PEFT may raise
         except PrivacyError:
@@ -145,7 +148,7 @@ class Adapter:
             PrivacyError: the factors of a weight are not smaller than the weight.
         """
         for name in self.low_rank.values():
-            m, n = self.bare.get_parameter(name).shape
+            m, n = self.base_shapes.get_parameter(name).shape
             rank = ranks[name] * periods
             if rank * (m + n) < m * n:
                 continue
@@ -184,7 +187,7 @@ class Adapter:
         """
         rank = max((left.shape[1] for left, _ in factors.values()), default=1)
         adapted, layout = self._adapted(rank)
-        model, values = self.bare, {}
+        model, values = self.base_shapes, {}
         for path, name in self.low_rank.items():
             m, n = tensors[name].shape
             left, right = factors.get(name, (torch.zeros(m, 0), torch.zeros(0, n)))
@@ -218,10 +221,10 @@ class Adapter:
         config.save_pretrained(str(folder), auto_mapping_dict=base)
 
     def _adapted(self, rank: int = 1) -> tuple[Any, dict[str, tuple[int, ...]]]:
-        """Return PEFT's model around ``bare``, and the shapes of the tensors that it would save."""
+        """Return PEFT's model around ``base_shapes``, and the shapes of its saved tensors."""
         import peft  # imported here, because it takes seconds
 
-        model = copy.deepcopy(self.bare)  # PEFT changes the model that it adapts
+        model = copy.deepcopy(self.base_shapes)  # PEFT changes the model that it adapts
         layers = [model.get_submodule(path) for path in self.low_rank]
         config = peft.LoraConfig(
             r=rank,
@@ -246,7 +249,9 @@ class Adapter:
             raise PrivacyError(f"save_as='adapter': PEFT cannot tie {self.complete}. {_INSTEAD}")
         shapes = {name: tuple(value.shape) for name, value in saved.items()}
         expected = {f"{_PREFIX}{path}.lora_{x}.weight" for path in self.low_rank for x in "AB"}
-        expected |= {f"{_PREFIX}{n}" for n in self.bare.state_dict() if _is_in(n, self.complete)}
+        expected |= {
+            f"{_PREFIX}{n}" for n in self.base_shapes.state_dict() if _is_in(n, self.complete)
+        }
         # Biases may be missing: some versions of PEFT leave them out.
         if other := {name for name in shapes if not name.endswith(_BIAS)} ^ expected:
             raise PrivacyError(
