@@ -193,7 +193,7 @@ def test_every_family_is_adapted_as_it_was_trained(name: str, tmp_path: Path) ->
     if getattr(row(name).model(), "peft_config", None):
         pytest.skip("it has an adapter already")
     if name == "ConvNeXt, image classification":  # each block has a scale of its own
-        with pytest.raises(PrivacyError, match="contains .*layer_scale_parameter, and"):
+        with pytest.raises(PrivacyError, match=r"contains .*layer_scale_parameter, and"):
             check_a_row(name, tmp_path)
     else:
         check_a_row(name, tmp_path)
