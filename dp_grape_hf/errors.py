@@ -1,4 +1,4 @@
-"""The two errors that this package raises for its users, and helpers."""
+"""The errors that this package raises for its users, and helpers to raise them."""
 
 from enum import EnumType, StrEnum
 

@@ -209,7 +209,7 @@ class EpsilonCurve:
 
     @property
     def accountant(self) -> str:
-        """The accountant in use: the selected one, or its fallback if it failed."""
+        """The name of the accountant in use: the selected one, or its fallback if it failed."""
         return self._composition.accountant
 
     def epsilon(self, steps: int) -> float:

@@ -303,7 +303,7 @@ class _Misfit:
 
 
 class Sites:
-    """The sites of a model.
+    """The sites of a model: the modules that the engine runs, with their sample dimensions.
 
     Args:
         model: the model.

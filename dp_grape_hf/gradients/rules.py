@@ -170,7 +170,7 @@ class EmbeddingRule(LayerRule):
 
 @layer_rule(nn.LayerNorm)
 class LayerNormRule(LayerRule):
-    """``y = normalised(x) * w + b``; only x is kept, and the normalised input is recomputed."""
+    """Rule of ``y = normalised(x) * w + b``. Only x is kept; the normalised input is recomputed."""
 
     def normalised(self, layer: Any, layer_input: Tensor) -> Tensor:
         """Return the normalised input, of the input's shape, float32, as a new tensor."""

@@ -38,7 +38,7 @@ Made = TypeVar("Made")
 
 
 class PoissonBatchSampler(Sampler[list[int]]):
-    """Yield the indices of one sampled batch per step, or this rank's share of them.
+    """Sampler that yields the indices of one sampled batch per step, or this rank's share.
 
     Args:
         num_samples: number of examples of the data set.

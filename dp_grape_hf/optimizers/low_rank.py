@@ -79,7 +79,7 @@ class LowRankUpdates:
             self._hooks.pop(name).remove()
 
     def set_projectors(self, projectors: Mapping[str, Projector]) -> None:
-        """Prepare a step: merge updates in the coordinates of an earlier projector.
+        """Set the projectors of a step, and merge updates in the coordinates of earlier ones.
 
         Args:
             projectors: parameter name -> projector of the step. While P stays the same, pass the
