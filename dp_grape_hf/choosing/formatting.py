@@ -37,24 +37,29 @@ def run_tables(
         schedule: the name of the schedule of the learning rate.
         notes: sentences that are printed below the tables.
     """
-    own = mechanism
-    promise = ""
-    if own.target_epsilon is not None:
-        promise = f", epsilon {own.target_epsilon:g} at delta {own.target_delta:g}"
-    of = own.releases(steps)
-    separately = "" if own.clipped_apart is None else f"; {own.clipped_apart} separately"
-    noise = "independent" if own.noise is None else f"{own.noise}, over {len(own.bands)} steps"
+    promise, unit = "", mechanism.privacy_unit
+    if mechanism.target_epsilon is not None:
+        promise = f", epsilon {mechanism.target_epsilon:g} at delta {mechanism.target_delta:g}"
+    releases = mechanism.releases(steps)
+    separately = (
+        "" if mechanism.clipped_apart is None else f"; {mechanism.clipped_apart} separately"
+    )
+    noise = (
+        "independent"
+        if mechanism.noise is None
+        else f"{mechanism.noise}, over {len(mechanism.bands)} steps"
+    )
     run = {
-        "batch size B": f"{own.expected_batch_size:g} {own.privacy_unit}s a step, expected",
-        "sampling rate q": f"{own.sample_rate:.4g}",
+        "batch size B": f"{mechanism.expected_batch_size:g} {unit}s a step, expected",
+        "sampling rate q": f"{mechanism.sample_rate:.4g}",
         "steps": f"{steps}",
-        "noise multiplier": f"{own.noise_multiplier:.4g}",
+        "noise multiplier": f"{mechanism.noise_multiplier:.4g}",
         "noise": noise,
-        "accounted as": f"{of.counted} steps at sampling rate {of.counted_rate:.4g}",
-        "clipping": f"C = {own.max_grad_norm:g}, {own.clipping}{separately}",
+        "accounted as": f"{releases.counted} steps at sampling rate {releases.counted_rate:.4g}",
+        "clipping": f"C = {mechanism.max_grad_norm:g}, {mechanism.clipping}{separately}",
         "optimizer": rule,
         "schedule": schedule,
-        "projection P": own.projection_in_words,
+        "projection P": mechanism.projection_in_words,
     }
     header = (
         *("", "numbers", "rate", "limited by", "noise", "signal at most"),
@@ -74,7 +79,7 @@ def run_tables(
         for group in rates.groups
     ]
     return (
-        f"{own.num_samples:,} {own.privacy_unit}s{promise}\n\n"
+        f"{mechanism.num_samples:,} {unit}s{promise}\n\n"
         + table(run.items())
         + "\n"
         + table([header, *rows], "<>><>><")

@@ -53,7 +53,7 @@ class PerSampleGradient(ABC):
 
     @abstractmethod
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Add ``sum_b factors[b] * gradient_b``, factors (B,), to ``total``, float32 and contiguous."""
+        """Add ``sum_b factors[b] * gradient_b``, factors (B,), to a float32 ``total``."""
 
     @abstractmethod
     def products(self, factors: Sequence[Tensor]) -> Tensor:
