@@ -53,7 +53,7 @@ __all__ = [
     "principal_adapter",
 ]
 
-_ROOM_OF = {
+_SUBPACKAGE_OF = {
     "METHODS": "arguments",
     "DPGrapeDPOConfig": "trainer",
     "DPGrapeDPOTrainer": "trainer",
@@ -78,10 +78,10 @@ _ROOM_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _SUBPACKAGE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_SUBPACKAGE_OF[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_ROOM_OF})
+    return sorted({*globals(), *_SUBPACKAGE_OF})

@@ -22,7 +22,7 @@ from dp_grape_hf.trainer.callbacks import PRIVATE_LOGS
 ROOT = Path(__file__).resolve().parent.parent
 OPTION_NAMES = {*OPTIONS, *(o.short for o in OPTIONS.values() if o.short)}
 OF_HOST = {field.name for field in fields(TrainingArguments)}
-FACE = {*dp_grape_hf.__all__, *dp_grape_hf._ROOM_OF}
+EXPORTED = {*dp_grape_hf.__all__, *dp_grape_hf._SUBPACKAGE_OF}
 
 
 def command_options() -> set[str]:
@@ -43,7 +43,7 @@ def names_in(page: str) -> set[str]:
 
 
 PUBLIC = {
-    "names to import": (FACE, "recipes/guide/glossary.md"),
+    "names to import": (EXPORTED, "recipes/guide/glossary.md"),
     "commands": ({*COMMANDS}, "recipes/guide/glossary.md"),
     "options of commands": (command_options(), "recipes/guide/glossary.md"),
     "keys in logs": (PRIVATE_LOGS, "recipes/guide/glossary.md"),
@@ -76,7 +76,7 @@ def test_every_name_in_the_glossary_exists() -> None:
     }  # of transformers
     known |= {"from dp_grape_hf import ...", "pip install 'dp_grape_hf[sft]'", "len(train_dataset)"}
     assert not names_in("recipes/guide/glossary.md") - known
-    for name in FACE:
+    for name in EXPORTED:
         assert hasattr(dp_grape_hf, name), name
     for name in ("ledger", "publisher", "privacy_spent"):
         assert hasattr(DPGrapeTrainer, name), name

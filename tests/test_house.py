@@ -1,4 +1,4 @@
-"""The rules of the house, read from the sources: who imports whom, and what is never committed."""
+"""The rules of the repository, read from the sources: imports, names, and committed files."""
 
 import ast
 import configparser
@@ -16,26 +16,26 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "dp_grape_hf"
 
-# A room (a folder of the package, or a module beside them) imports only from the lines above its
-# own, and enters another by its face: what the room's __init__ names, and nothing else.
-FLOORS = (
-    ("errors", "phases", "tables"),  # the ground
+# A subpackage (or a module next to them) imports only from the lines above its line, and only the
+# public names of another subpackage, which its __init__ imports.
+LAYERS = (
+    ("errors", "phases", "tables"),
     ("options",),
     ("distributed",),
     ("sharding",),
     ("accounting", "projections"),  # mathematics: no model, no data, no file
-    ("ledger", "gradients", "optimizers"),  # what is written down, differentiated, moved
-    ("choosing",),  # what a user need not say
-    ("mechanism", "arguments", "publishing"),  # what is done, promised, shown
+    ("ledger", "gradients", "optimizers"),  # record, per-sample gradients, updates
+    ("choosing",),  # default hyperparameters
+    ("mechanism", "arguments", "publishing"),  # private updates, options, model card
     ("trainer",),  # the Hugging Face loop
-    ("memory", "auditing"),  # who looks at a run from outside
-    ("cli",),  # the door
+    ("memory", "auditing"),  # tools around a run
+    ("cli",),
 )
-FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
 # The libraries that only some places know, so that the rest can be read and tested without them.
 ONLY_IN = {
-    "torch": {*FLOOR_OF} - {"accounting", "errors", "options", "phases", "tables"},
+    "torch": {*LAYER_OF} - {"accounting", "errors", "options", "phases", "tables"},
     "transformers": {
         *("gradients.rules", "gradients.definition"),
         *("projections.targets", "arguments", "publishing", "trainer", "memory"),
@@ -80,8 +80,8 @@ EVERY = MODULES | OTHERS
 PUBLISHED = MODULES | modules_of("recipes")
 
 
-def room_of(module: str) -> str | None:
-    """The room that a module of ours lies in; the package's own face is in none."""
+def subpackage_of(module: str) -> str | None:
+    """The subpackage of a module; None for the ``__init__`` of the package."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] or None if package == PACKAGE else None
 
@@ -139,27 +139,31 @@ def test_every_folder_of_modules_is_a_package(folder: str) -> None:
     assert not missing, f"no wheel would hold {', '.join(sorted(missing))}: add __init__.py"
 
 
-def test_a_room_imports_only_from_lower_floors() -> None:
-    rooms = {room for room in map(room_of, MODULES) if room}
-    assert rooms <= {*FLOOR_OF}, "a room has no floor: add it to FLOORS, above everything it serves"
+def test_a_subpackage_imports_only_from_lower_layers() -> None:
+    names = {name for name in map(subpackage_of, MODULES) if name}
+    assert names <= {*LAYER_OF}, "add the subpackage to LAYERS, above all that import it"
     wrong = {}
     for module, path in MODULES.items():
-        if room := room_of(module):
-            used = {room_of(name) or "" for name, _ in imports(path) if name in MODULES} - {room}
-            wrong[module] = {other for other in used if FLOOR_OF.get(other, 99) >= FLOOR_OF[room]}
-    assert_none(wrong, "these rooms may not be imported there")
+        if inside := subpackage_of(module):
+            used = {subpackage_of(name) or "" for name, _ in imports(path) if name in MODULES} - {
+                inside
+            }
+            wrong[module] = {other for other in used if LAYER_OF.get(other, 99) >= LAYER_OF[inside]}
+    assert_none(wrong, "these subpackages may not be imported there")
 
 
-def test_another_room_is_entered_by_its_face() -> None:
+def test_another_subpackage_is_imported_by_its_public_names() -> None:
     wrong = {
         module: {
             name
             for name, _ in imports(path)
-            if name in MODULES and name.count(".") > 1 and room_of(name) != room_of(module)
+            if name in MODULES
+            and name.count(".") > 1
+            and subpackage_of(name) != subpackage_of(module)
         }
         for module, path in PUBLISHED.items()
     }
-    assert_none(wrong, "import from the room itself")
+    assert_none(wrong, "import from the subpackage itself")
 
 
 def underscored(path: Path) -> set[str]:
@@ -245,7 +249,7 @@ def test_a_library_is_imported_only_where_it_belongs() -> None:
         module: {
             name
             for name in libraries(path) & ONLY_IN.keys()
-            if not ONLY_IN[name] & {module.removeprefix(f"{PACKAGE}."), room_of(module)}
+            if not ONLY_IN[name] & {module.removeprefix(f"{PACKAGE}."), subpackage_of(module)}
         }
         for module, path in MODULES.items()
     }

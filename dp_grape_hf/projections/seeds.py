@@ -119,15 +119,15 @@ def round_at_random(
         )
     dropped = _DROPPED_BITS[dtype]
     shape = value.shape if among is None else (among[0], *value.shape[1:])
-    coins = torch.empty(shape, dtype=torch.int32, device=value.device)
-    coins.random_(0, 2**dropped, generator=generator)
+    drawn = torch.empty(shape, dtype=torch.int32, device=value.device)
+    drawn.random_(0, 2**dropped, generator=generator)
     if among is not None:
-        coins = coins[among[1] : among[1] + len(value)]
+        drawn = drawn[among[1] : among[1] + len(value)]
     # An addition to the bits increases the magnitude; a carry increases the exponent.
-    bits = (value.contiguous().view(torch.int32) + coins).bitwise_and_(-(2**dropped))
+    bits = (value.contiguous().view(torch.int32) + drawn).bitwise_and_(-(2**dropped))
     rounded = bits.view(torch.float32)
     if dtype is torch.float16:  # below 2**-14, float16 values have the distance 2**-24
-        equal = (value * 2**24 + coins / 2**dropped).floor_() * 2**-24
+        equal = (value * 2**24 + drawn / 2**dropped).floor_() * 2**-24
         rounded = torch.where(value.abs() < 2**-14, equal, rounded)
     return torch.where(value.isfinite(), rounded, value).to(dtype)
 

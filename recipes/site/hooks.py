@@ -61,7 +61,7 @@ OPTIONS = "<!-- options -->"
 MESSAGES = "<!-- messages -->"
 """The place of all messages in the page of questions and answers."""
 
-ROOM = """# {0}
+SUBPACKAGE = """# {0}
 
 The [glossary](../recipes/guide/glossary.md) defines the terms of this page.
 
@@ -70,10 +70,10 @@ The [glossary](../recipes/guide/glossary.md) defines the terms of this page.
       show_root_heading: false
       show_root_toc_entry: false
 """
-ROOMS = {path.parent.name for path in ROOT.glob("dp_grape_hf/*/README.md")}
+SUBPACKAGES = {path.parent.name for path in ROOT.glob("dp_grape_hf/*/README.md")}
 REFERENCE = {
-    f"reference/{room}.md": ROOM.format(room)
-    for room in sorted(ROOMS - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
+    f"reference/{name}.md": SUBPACKAGE.format(name)
+    for name in sorted(SUBPACKAGES - {"arguments", "cli", "trainer"} | {"auditing", "errors"})
 }
 """Path -> text of a reference page. ``arguments`` and ``trainer`` have written pages instead."""
 

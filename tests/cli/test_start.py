@@ -83,7 +83,7 @@ def test_every_name_that_is_typed_is_there_and_listed() -> None:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dp_grape_hf.")
         for alias in node.names
     }
-    lazy = {name: f"dp_grape_hf.{module}" for name, module in dp_grape_hf._ROOM_OF.items()}
+    lazy = {name: f"dp_grape_hf.{module}" for name, module in dp_grape_hf._SUBPACKAGE_OF.items()}
     assert typed == lazy
     assert set(dp_grape_hf.__all__) <= lazy.keys() <= set(dir(dp_grape_hf))
     for name in dp_grape_hf.__all__:

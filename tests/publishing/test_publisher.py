@@ -1,4 +1,4 @@
-"""What a Publisher refuses; that it publishes without a Trainer is on the page of its room."""
+"""What a Publisher refuses; its page tests that it publishes without a Trainer."""
 
 import json
 from collections.abc import Callable
