@@ -64,7 +64,7 @@ units of a weight that keeps the size of its input, and the length of a step of 
 in units of the norm of such weights."""
 
 _NUMBERS = 512  # simulated parameters, from which a standard deviation is computed
-_TRIES, _CLOSE = 12, 0.03  # of a search, and the relative error at which it ends
+_TRIES, _CLOSE = 12, 0.03  # tries of a search, and the relative error at which it ends
 _START = 0.1  # first move of a search, in units of the norm of a weight
 
 
@@ -120,9 +120,9 @@ class Group(NamedTuple):
     rate: float  # learning rate
     noise: float  # norm of the noise in a private update
     most: float  # largest norm of the signal in a private update
-    effect: float  # of the noise of the whole run: relative change, or noise in the output
+    effect: float  # effect of the whole run's noise: relative change, or noise in the output
     limit: str = GIVEN  # the bound that limits the rate
-    output: Output | None = None  # of a head
+    output: Output | None = None  # the kind of output, for a head
     changes: str = "features"  # the quantity that ``effect`` is relative to, without an output
     reach: float = math.inf  # largest move of a head's output in the run, without noise
 
@@ -391,7 +391,7 @@ def _of_fresh(
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(m, MATRIX_LAYERS)]
     outputs = sum(m.out_features if isinstance(m, nn.Linear) else m.nf for m in layers)
-    norm = math.sqrt(outputs)  # of m n elements of variance 1 / n
+    norm = math.sqrt(outputs)  # norm of m n elements of variance 1 / n
     size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
     step = _step_of_signal(noise, most, push, steps)
     walk = max(own.walk for own in noise)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dp_grape_hf.choosing.rates import Rates
 
-_MAX_CHANGE = 1.0  # of the features by noise, relative to their norm
-_MAX_NOISE, _MIN_MOVE = 4.0, 2.5  # of an output, in units of the noise that rates are chosen for
+_MAX_CHANGE = 1.0  # largest change of the features by noise, relative to their norm
+# Bounds for noise and signal in an output, in units of the noise that rates are chosen for.
+_MAX_NOISE, _MIN_MOVE = 4.0, 2.5
 _MIN_SIGNAL_TO_NOISE = 10.0  # largest move of an output by signal, divided by its noise
 
 FIRST_POSITION = (

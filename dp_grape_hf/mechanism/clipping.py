@@ -56,7 +56,7 @@ class Gathered:
     """
 
     large: dict[str, PerSampleGradient]
-    shapes: dict[str, torch.Size]  # of the small ones, in their order
+    shapes: dict[str, torch.Size]  # shapes of the small gradients, in their order
     small: Dense | None
 
     @classmethod

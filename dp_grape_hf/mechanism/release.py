@@ -245,7 +245,7 @@ class PrivateMechanism:
                     per_sample_grads,
                     per_sample_grads.in_runs(self._runs),
                 )
-                laid_out.others.clear()  # so that each is freed once it is added up
+                laid_out.others.clear()  # frees each gradient once it is added up
             factors = self.gradient_factors
             add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, clipped_apart)
 

@@ -39,7 +39,7 @@ class Window(NamedTuple):
     """The releases between two log lines."""
 
     releases: int
-    strengths: dict[str, Strength]  # by group, and "" for all
+    strengths: dict[str, Strength]  # group -> strength; "" for all groups
 
 
 class _Energy:
@@ -129,9 +129,9 @@ class Signal:
         self._runs: Runs | None = None
         self._stds: dict[str, float] = {}
         self._mean, self._window = _Mean(bands, 0), _Mean(bands, 0)
-        self._energies: dict[str, _Energy] = defaultdict(_Energy)  # of the releases of the window
-        self._earlier: dict[str, _Energy] = {}  # of earlier means, each as often as it has releases
-        self._releases = 0  # of earlier means
+        self._energies: dict[str, _Energy] = defaultdict(_Energy)  # releases of this window
+        self._earlier: dict[str, _Energy] = {}  # earlier means, weighted by their releases
+        self._releases = 0  # number of releases in earlier means
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -146,7 +146,7 @@ def _refuse_missing(column: str, names: Collection[str], where: str) -> None:
 def _plain(value: Any, where: str) -> Any:
     """Return a value of a plain type, which equals another if and only if both name one unit."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0:
-        value = value.item()  # as dictionary keys, two tensors of one value would differ
+        value = value.item()  # two tensors of one value are different dictionary keys
     if value is None or (isinstance(value, _KINDS) and value != value):
         raise PrivacyError(
             f"{where} is {value!r}. The privacy unit of that example is not known. Leave such "

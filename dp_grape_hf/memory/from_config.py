@@ -44,7 +44,7 @@ class ModelOfConfig:
             model: Any = self.build(torch.float32)
         self.name = type(model).__name__
         self.parameters = sum(p.numel() for p in model.parameters())
-        loss: Any = loss_for(model)  # of a class of transformers: a head's
+        loss: Any = loss_for(model)  # the loss of a head, because transformers defines the class
         self._head = loss.head
         self._inputs = _INPUTS.get(model.main_input_name)
         require(

@@ -36,7 +36,7 @@ def first_of(processes: int, resized: Callable[[Tensor], None]) -> Iterator[Devi
     if processes == 1:
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which takes a while
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # a slow import
 
     def reporting(resize: Callable[[Tensor], None]) -> Callable[[Tensor], None]:
         def changed(tensor: Tensor) -> None:
@@ -50,7 +50,7 @@ def first_of(processes: int, resized: Callable[[Tensor], None]) -> Iterator[Devi
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # as OPT's do
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # OPT
         stack.callback(dist.destroy_process_group)
         for name in ("alloc_storage", "free_storage"):
             function = reporting(getattr(_fsdp_param, name))

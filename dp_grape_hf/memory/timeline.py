@@ -52,11 +52,11 @@ class Footprint:
     """The memory (in bytes), products and messages of a step."""
 
     kinds: Mapping[str, int]  # memory at the peak, for every one of ``KINDS``
-    phase: str  # of the peak: redraw, forward, backward, clip, release or update
+    phase: str  # phase of the peak: redraw, forward, backward, clip, release or update
     phases: Mapping[str, int]  # phase -> its peak
     at_end: Mapping[str, int]  # memory that is still allocated at the end, for every kind
     gradients: int  # the most per-sample and summed gradients together
-    flops: int  # of matrix products, convolutions and attention
+    flops: int  # operations of matrix products, convolutions and attention
     sent: Mapping[str, int]  # collective -> bytes that this process sends
 
     @property
@@ -113,7 +113,7 @@ class Timeline(TorchDispatchMode):
         self.flops = 0
         self.sent = dict.fromkeys(COLLECTIVES, 0)
         self.kernels: Counter[tuple[str, str]] = Counter()
-        self._changes: list[tuple[_Allocation, int, str]] = []  # by how many bytes, in which phase
+        self._changes: list[tuple[_Allocation, int, str]] = []  # change in bytes, and phase
         self._allocations = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
 

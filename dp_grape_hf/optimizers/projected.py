@@ -72,7 +72,7 @@ class _Moved(NamedTuple):
     """A tensor that torch's optimizer updates, and the source of its gradient."""
 
     numbers: nn.Parameter  # a part of Z; or a weight that is updated in place
-    part: slice | None  # of the flat vector, if the gradient is in it
+    part: slice | None  # its part of the flat vector, if the gradient is in it
     weight: nn.Parameter | None  # if its gradient is a separate tensor
     in_place: bool = False
 

@@ -228,7 +228,7 @@ class Adapter:
         layers = [model.get_submodule(path) for path in self.low_rank]
         config = peft.LoraConfig(
             r=rank,
-            lora_alpha=rank,  # so that B A is scaled by 1
+            lora_alpha=rank,  # the scale of B A is then 1
             target_modules=sorted(self.low_rank),
             modules_to_save=list(self.complete) or None,
             bias="lora_only" if self.biases else "none",

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Numbers = NDArray[Any]
 
-_ROWS, _BYTES = 1024, 2**26  # of a block of rows, at most
+_ROWS, _BYTES = 1024, 2**26  # largest block of rows
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # odd: of the digest to which another one is added
 
 
@@ -50,7 +50,7 @@ def stored_digests(
         UnknownStorageError: the digests cannot be computed from the columns.
     """
     table = dataset.data.table.select(list(names))
-    if (indices := getattr(dataset, "_indices", None)) is not None:  # of a selection
+    if (indices := getattr(dataset, "_indices", None)) is not None:  # the data set is a selection
         rows = indices.column(0).to_numpy()[rows]
     order = np.argsort(rows, kind="stable")
     wanted, found, begin = rows[order], np.zeros(len(rows), np.uint64), 0
@@ -89,7 +89,7 @@ def _buffers(array: Any, ends: Numbers, *, top: bool = False) -> Iterator[tuple[
         yield from _buffers(array.storage, ends, top=top)
     elif is_a.is_struct(kind):
         names, parts = [field.name for field in kind], array.flatten()
-        if sorted(names) == ["bytes", "path"]:  # of an image or a sound
+        if sorted(names) == ["bytes", "path"]:  # an image or a sound
             parts = [_encoded(parts[names.index("bytes")], parts[names.index("path")])]
         for part in parts:
             yield from _buffers(part, ends, top=top)

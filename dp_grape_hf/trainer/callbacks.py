@@ -19,7 +19,14 @@ logger = logging.getLogger(__name__)
 PRIVATE_LOGS = {
     *("epsilon", "learning_rate", "epoch", "step"),
     "grad_norm",
-    *("signal", "signal_body", "signal_head", "noise", "noise_body", "noise_head"),  # of releases
+    *(
+        "signal",
+        "signal_body",
+        "signal_head",
+        "noise",
+        "noise_body",
+        "noise_head",
+    ),  # functions of releases
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
 """Keys that a private run may log, besides metrics of evaluation data."""

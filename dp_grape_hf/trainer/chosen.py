@@ -214,7 +214,7 @@ def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module, Ma
         if isinstance(inputs, SyntheticInputs):
             first = rows_of(first, slice(2))
         return *output_layer(model, first), first
-    except Exception as error:  # of any model's code
+    except Exception as error:  # code of any model
         raise PrivacyError(
             "To choose learning rates, the model was run on public inputs, and "
             f"that failed: {error!r}. Pass public_dataset= or public_example= to the trainer, "
@@ -263,7 +263,7 @@ class _Setting(NamedTuple):
     """All that learning rates depend on, besides the model, its inputs and P."""
 
     rule: str
-    settings: dict[str, Any]  # of the update rule
+    settings: dict[str, Any]  # settings of the update rule
     schedule: list[float]  # the factor of the learning rate at each step
     bands: tuple[float, ...]
     stds: dict[str, float]  # parameter name -> std of independent noise in each entry

@@ -33,7 +33,7 @@ def batch_to_try(loader: DataLoader[Any], size: int) -> Any:
     row_collator = _row_collator(loader)
     collator = LogicalBatchCollator(row_collator.collator, size, row_collator.grid)
     with keeping_random_state():
-        seed_all(0)  # as in the other processes
+        seed_all(0)  # the same seed in all processes
         batches = collator(_examples_of(loader, _LOOKED_AT * size))
     return batches[max(range(len(batches)), key=batches.sizes.__getitem__)]
 

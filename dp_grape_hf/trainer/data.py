@@ -60,7 +60,9 @@ def loader_of(
         secret: whether random numbers of data set and collator are secret; tests repeat a run.
     """
     size = args.per_device_train_batch_size
-    batches = args.logical_batch_size / draws.world_size / size  # by the declared numbers alone
+    batches = (
+        args.logical_batch_size / draws.world_size / size
+    )  # computed from declared numbers only
     grid = Grid(longest, parts=2 if batches >= _MANY else 1)
     seeds = secret_seeds if secret else repeatable_seeds
     parts: dict[str, Any]

@@ -33,7 +33,7 @@ _ROWS = 128  # per batch, at most
 class Form(NamedTuple):
     """Shape and dtype of an input, which count as public."""
 
-    shape: tuple[int, ...]  # of one example
+    shape: tuple[int, ...]  # the shape of one example
     dtype: torch.dtype
 
 

@@ -168,7 +168,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     observer: Observer | None = None
     """Receives the phases of each step (``phases``), in runs that are made after it is set."""
     _parts_of: Any = None  # the model for which ``_parts`` were chosen
-    _given_train_dataset: Any = None  # as passed, before the host prepared it
+    _given_train_dataset: Any = None  # the data set before the host prepared it
     _prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
     _public_dataset: Any = None
     _form_inputs: tuple[nn.Module, Batches] | None = None  # for a model from outside transformers
@@ -238,7 +238,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         refuse_public_dataset(public_dataset, train_dataset, args)
         self._given_train_dataset = train_dataset
         self._public_dataset, self._public_example = public_dataset, public_example
-        super().__init__(  # by name, as hosts of TRL have others in between
+        super().__init__(  # by name, because TRL has further arguments in between
             model=model,
             args=args,
             data_collator=data_collator,
@@ -261,10 +261,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         with self._progress("Trying the model"):
             self._try_one_example()
             self._make_parts()
-        prepared: Any = self.train_dataset  # which the host may have made of what was passed
+        prepared: Any = self.train_dataset  # the host may have replaced the data set
         if prepared is not None:
             check_dataset(prepared)
-            self._refuse_training_data(self.eval_dataset)  # which the host may have prepared
+            self._refuse_training_data(self.eval_dataset)  # the host may have replaced it
             if args.private and args.privacy_unit_column is None:
                 warn_of_rows(prepared, self.processing_class)
             self._make_plan()
@@ -991,7 +991,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 logs |= {**measurable, f"noise{of}": strength.noise}
         shown = PrivateLogs(logs) if self.args.private else logs
         super().log(shown, start_time)
-        if shown is not logs:  # which the host returns as metrics
+        if shown is not logs:  # the host returns ``logs`` as metrics
             logs.clear()
             logs.update(shown)
 

@@ -77,7 +77,7 @@ def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> I
             return None
         try:
             return _fingerprint_of(model, inputs, head)
-        except Exception as error:  # of any model's code
+        except Exception as error:  # code of any model
             logger.info("Results are neither reused nor stored: %r", error)
             return None
 

@@ -178,7 +178,7 @@ _COMPARED = 512  # rows, at most, whose neighbours are compared
 _END = 512  # tokens at the beginning and at the end of a row that are compared
 _PASSAGE = 8  # tokens
 _WINDOWS = 32  # rows of one text, at most; what more rows have is a template
-_SHARE, _FEW = 0.1, 3  # of the rows, and rows, at least
+_SHARE, _FEW = 0.1, 3  # smallest share and number of rows
 
 _ENDS_INSIDE = "has rows of one length with the token in them that begins or ends a text"
 

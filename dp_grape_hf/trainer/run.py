@@ -152,7 +152,7 @@ class PrivateRun:
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
-        self._places: tuple[Any, Any] | None = None  # of the layout, by name and by weight
+        self._places: tuple[Any, Any] | None = None  # places of the layout, by name and by weight
         self.idle: Inputs | None = None
 
     def examine(self, number: int, batch: Inputs, size: int) -> None:
@@ -626,7 +626,7 @@ def _explaining(args: DPGrapeArguments) -> Iterator[None]:
         yield
     except (PrivacyError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of any model's code
+    except Exception as error:  # code of any model
         raise UnsupportedModelError(
             f"projection={args.projection!r} runs the model on public inputs, and "
             f"that failed: {error!r}. Pass public_dataset= to the trainer, with examples that the "

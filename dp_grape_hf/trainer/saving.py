@@ -134,7 +134,7 @@ class SavingMixin(Host):
             token=token if token is not None else args.hub_token,
             private=private if private is not None else args.hub_private_repo,
         )
-        self.push_in_progress = None  # of the host, which has nothing to push
+        self.push_in_progress = None  # an attribute of the host, which must not push
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write the model card of this package; the host's has a column of training losses.
