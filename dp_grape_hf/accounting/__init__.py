@@ -16,8 +16,8 @@ from dp_grape_hf.accounting.banded import (
     correlated,
     find_bands,
     noise_left,
+    release_weights,
     released_noise,
-    what_arrives,
 )
 from dp_grape_hf.accounting.calibration import (
     EpsilonCurve,
@@ -50,7 +50,7 @@ __all__ = [
     "find_noise_multiplier",
     "noise_left",
     "refuse_large_delta",
+    "release_weights",
     "released_noise",
     "rounded_up",
-    "what_arrives",
 ]

@@ -49,7 +49,9 @@ class Bands(NamedTuple):
     left: float  # noise in the final weights, relative to independent noise of the same epsilon
 
 
-def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None = None) -> _Numbers:
+def release_weights(
+    schedule: ArrayLike, inertia: float = 0.0, period: int | None = None
+) -> _Numbers:
     """Return the factor by which each release enters the final weights: (periods, T).
 
     The optimizer is modelled as ``u = inertia * u + release``, followed by an update of the weights
@@ -61,7 +63,7 @@ def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None =
         inertia: 0 for SGD; the factor of momentum, or of Adam's first moment.
         period: number of steps between two redraws of the projection; None for no redraws.
 
-    >>> what_arrives([1.0, 1.0, 0.5], inertia=0.5).tolist()
+    >>> release_weights([1.0, 1.0, 0.5], inertia=0.5).tolist()
     [[1.625, 1.25, 0.5]]
     """
     rates = np.asarray(schedule, dtype=np.float64)
@@ -70,17 +72,17 @@ def what_arrives(schedule: ArrayLike, inertia: float = 0.0, period: int | None =
     return _transposed_inverse(np.array([1.0, -inertia]), split)
 
 
-def noise_left(coefficients: Sequence[float], arrives: _Numbers) -> float:
+def noise_left(coefficients: Sequence[float], weights: _Numbers) -> float:
     """Return the standard deviation of the noise in the final weights, for z of variance 1.
 
     Args:
         coefficients: c_0 ... c_(b-1).
-        arrives: the result of ``what_arrives``.
+        weights: the result of ``release_weights``.
 
     >>> noise_left([1.0], np.ones((1, 4)))
     2.0
     """
-    left = _transposed_inverse(np.asarray(coefficients), arrives)
+    left = _transposed_inverse(np.asarray(coefficients), weights)
     return float(np.sqrt(np.square(left).sum()))
 
 
@@ -101,12 +103,12 @@ def correlated(coefficients: Sequence[float], noise: _Numbers) -> _Numbers:
     return result
 
 
-def _transposed_inverse(coefficients: _Numbers, arrives: _Numbers) -> _Numbers:
-    result: _Numbers = scipy.signal.lfilter([1.0], coefficients, arrives[:, ::-1])[:, ::-1]
+def _transposed_inverse(coefficients: _Numbers, weights: _Numbers) -> _Numbers:
+    result: _Numbers = scipy.signal.lfilter([1.0], coefficients, weights[:, ::-1])[:, ::-1]
     return result
 
 
-def best_coefficients(bands: int, arrives: _Numbers) -> tuple[float, ...]:
+def best_coefficients(bands: int, weights: _Numbers) -> tuple[float, ...]:
     """Return coefficients with an L2 norm of 1 that minimise the noise in the final weights.
 
     This is a local minimum, found by L-BFGS (scipy). The search starts at the coefficients of the
@@ -115,16 +117,16 @@ def best_coefficients(bands: int, arrives: _Numbers) -> tuple[float, ...]:
 
     Args:
         bands: b, at most T.
-        arrives: the result of ``what_arrives``.
+        weights: the result of ``release_weights``.
     """
     if bands == 1:
         return (1.0,)
-    scale = np.square(arrives).sum()
+    scale = np.square(weights).sum()
 
     def loss(tail: _Numbers) -> tuple[float, _Numbers]:
         """Return log(|c|^2 |C^-T a|^2), which the scale of c does not change, and its gradient."""
         c = np.concatenate([[1.0], tail])
-        left = _transposed_inverse(c, arrives)
+        left = _transposed_inverse(c, weights)
         squared, length = np.square(left).sum() / scale, c @ c
         if not squared < 1e9:  # C^-1 diverges for these coefficients
             return 1e3 + length, 2 * tail
@@ -163,7 +165,7 @@ def find_bands(
     number of bands whose noise is within 2 % of the least. Each band takes memory of the size of a
     release, and an interrupted run may lose one step per band.
 
-    ``find_noise_multiplier`` and ``what_arrives`` document the other arguments.
+    ``find_noise_multiplier`` and ``release_weights`` document the other arguments.
 
     Args:
         most: the largest number of bands; None for 512.
@@ -187,10 +189,10 @@ def find_bands(
 
     alone = sigma(1, accountant)
     independent = Bands((1.0,), alone, 1.0)
-    end = what_arrives(schedule, inertia, period)
+    end = release_weights(schedule, inertia, period)
     short = _shortened(schedule)
     held = np.concatenate(
-        [what_arrives(short, inertia, period), _on_the_way(short, inertia, period)]
+        [release_weights(short, inertia, period), _at_checkpoints(short, inertia, period)]
     )
     try:
         tried: dict[int, tuple[float, float, tuple[float, ...]]] = {}
@@ -223,7 +225,7 @@ def _shortened(schedule: ArrayLike) -> _Numbers:
     return np.interp(places, np.arange(len(rates)), rates)
 
 
-def _on_the_way(schedule: ArrayLike, inertia: float, period: int | None) -> _Numbers:
+def _at_checkpoints(schedule: ArrayLike, inertia: float, period: int | None) -> _Numbers:
     """Return the factors of each release in the weights of some steps, scaled to a mean: (rows, T).
 
     The run is split into equal parts, and a random step of each part is used. Equidistant steps
@@ -235,7 +237,7 @@ def _on_the_way(schedule: ArrayLike, inertia: float, period: int | None) -> _Num
     random = np.random.default_rng(0)
     edges = np.linspace(0, steps, parts + 1)
     chosen = [int(random.uniform(low, high)) for low, high in pairwise(edges)]
-    rows = [what_arrives(rates * (np.arange(steps) <= at), inertia, period) for at in chosen]
+    rows = [release_weights(rates * (np.arange(steps) <= at), inertia, period) for at in chosen]
     return np.concatenate(rows) / math.sqrt(parts)
 
 

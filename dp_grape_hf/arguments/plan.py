@@ -184,7 +184,7 @@ class PrivacyPlan:
         )
 
     def _workload(self) -> dict[str, Any]:
-        """Return how updates enter the weights: the arguments of ``what_arrives``."""
+        """Return how updates enter the weights: the arguments of ``release_weights``."""
         args = self.args
         assert args.update_rule is not None
         averages = 1 in UPDATE_RULES[args.update_rule].moments.values()

@@ -19,8 +19,8 @@ from dp_grape_hf.accounting import (
     find_bands,
     find_noise_multiplier,
     noise_left,
+    release_weights,
     released_noise,
-    what_arrives,
 )
 from dp_grape_hf.accounting.banded import best_coefficients
 from dp_grape_hf.errors import PrivacyError
@@ -35,34 +35,34 @@ def _linear(steps: int) -> NDArray[np.float64]:
 # ---- What is left ----
 
 
-def test_what_arrives_is_the_sum_that_a_rule_makes() -> None:
+def test_release_weights_are_the_sums_of_an_update_rule() -> None:
     rates, inertia = np.array([1.0, 0.5, 0.25, 2.0]), 0.9
     for step in range(4):
         running, weight = 0.0, 0.0
         for number, rate in enumerate(rates):
             running = inertia * running + (number == step)
             weight += rate * running
-        assert what_arrives(rates, inertia)[0, step] == pytest.approx(weight)
+        assert release_weights(rates, inertia)[0, step] == pytest.approx(weight)
 
 
-def test_what_arrives_after_a_redraw_counts_for_itself() -> None:
+def test_release_weights_after_a_redraw_are_separate() -> None:
     """Momentum carries a release over the redraw; what weights get there lies elsewhere."""
-    split = what_arrives(np.ones(6), 0.5, period=4)
+    split = release_weights(np.ones(6), 0.5, period=4)
     assert split.shape == (2, 6)
-    np.testing.assert_allclose(split.sum(0), what_arrives(np.ones(6), 0.5)[0])
+    np.testing.assert_allclose(split.sum(0), release_weights(np.ones(6), 0.5)[0])
     np.testing.assert_allclose(split[1], [0.09375, 0.1875, 0.375, 0.75, 1.5, 1.0])
 
 
 def test_noise_is_that_of_the_inverse_matrix() -> None:
     """Of one release, of all, and what is left of it in the weights."""
-    arrives = what_arrives(_linear(20), 0.9, period=7)
+    weights = release_weights(_linear(20), 0.9, period=7)
     column = np.pad(COEFFICIENTS, (0, 20 - len(COEFFICIENTS)))
     inverse = np.linalg.inv(np.tril(toeplitz(column)))
     noise = np.random.default_rng(0).normal(size=(20, 4))
     np.testing.assert_allclose(correlated(COEFFICIENTS, noise), inverse @ noise)
     np.testing.assert_allclose(released_noise(COEFFICIENTS, 20), np.linalg.norm(inverse, axis=1))
-    left = noise_left(COEFFICIENTS, arrives)
-    assert left == pytest.approx(float(np.linalg.norm(arrives @ inverse)))
+    left = noise_left(COEFFICIENTS, weights)
+    assert left == pytest.approx(float(np.linalg.norm(weights @ inverse)))
 
 
 # ---- Coefficients ----
@@ -72,15 +72,15 @@ def test_noise_is_that_of_the_inverse_matrix() -> None:
 def test_coefficients_have_length_one_and_no_small_change_improves_them(
     bands: int, inertia: float
 ) -> None:
-    arrives = what_arrives(_linear(60), inertia)
-    best = best_coefficients(bands, arrives)
+    weights = release_weights(_linear(60), inertia)
+    best = best_coefficients(bands, weights)
     assert math.fsum(c * c for c in best) == pytest.approx(1, abs=1e-12)
-    least = noise_left(best, arrives)
+    least = noise_left(best, weights)
     random = np.random.default_rng(1)
     for _ in range(50):
         other = np.array(best) + 0.02 * random.normal(size=bands)
         other /= np.linalg.norm(other)
-        assert noise_left(tuple(other), arrives) >= least * (1 - 1e-4)
+        assert noise_left(tuple(other), weights) >= least * (1 - 1e-4)
 
 
 def test_coefficients_are_those_of_another_library() -> None:
@@ -175,7 +175,7 @@ def test_bands_gain_what_they_can(
 ) -> None:
     """Within the budget, and by as much as a local search by hand had found."""
     rates = _linear(steps)
-    arrives = what_arrives(rates, 0.9)
+    weights = release_weights(rates, 0.9)
     budget = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": batch / size}
     found = find_bands(**budget, steps=steps, schedule=rates, inertia=0.9)  # type: ignore[arg-type]
     assert found.left <= most
@@ -190,8 +190,8 @@ def test_bands_gain_what_they_can(
     )
     assert spent <= epsilon
     alone = find_noise_multiplier(**budget, steps=steps)  # type: ignore[arg-type]
-    left = found.noise_multiplier * noise_left(found.coefficients, arrives)
-    assert found.left == pytest.approx(left / (alone * noise_left((1.0,), arrives)), rel=1e-9)
+    left = found.noise_multiplier * noise_left(found.coefficients, weights)
+    assert found.left == pytest.approx(left / (alone * noise_left((1.0,), weights)), rel=1e-9)
 
 
 def test_where_nothing_is_gained_noise_is_independent() -> None:

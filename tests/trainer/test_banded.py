@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import get_scheduler
 
 from dp_grape_hf import DPGrapeTrainingArguments, PrivacyError
-from dp_grape_hf.accounting import compute_epsilon, noise_left, released_noise, what_arrives
+from dp_grape_hf.accounting import compute_epsilon, noise_left, release_weights, released_noise
 from dp_grape_hf.arguments import PrivacyPlan, schedule_of
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.mechanism import LogicalBatch
@@ -86,7 +86,7 @@ def final_noise(
         optimizer.step()
         scheduler.step()
     mechanism = plan.mechanism
-    left = noise_left(mechanism.bands, what_arrives(schedule_of(args, steps), 0.9))
+    left = noise_left(mechanism.bands, release_weights(schedule_of(args, steps), 0.9))
     weights: Tensor = model.weight.detach()
     return {
         "bands": len(mechanism.bands),
@@ -234,9 +234,9 @@ def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
     own = trainer.plan.mechanism
     args = replace(trainer.args, noise="independent")
     alone = PrivacyPlan(args, MANY).mechanism.noise_multiplier
-    arrives = what_arrives(**trainer.plan._workload())
-    error = own.noise_multiplier * noise_left(own.bands, arrives)
-    error /= alone * noise_left((1.0,), arrives)
+    weights = release_weights(**trainer.plan._workload())
+    error = own.noise_multiplier * noise_left(own.bands, weights)
+    error /= alone * noise_left((1.0,), weights)
     assert rates["banded"] > rates["independent"]
     assert rates["independent"] / rates["banded"] == pytest.approx(error, rel=0.2)
 
