@@ -85,10 +85,6 @@ class InputsByForm:
         }
         self._shapes: list[dict[str, tuple[int, ...]]] = []
         self._words: dict[str, int] = {}  # input name -> rows of the embedding that reads it
-        self.are_images = any(
-            form.dtype.is_floating_point and len(form.shape) > 2 for form in self._forms.values()
-        )
-        """Whether an input has the spectrum of natural images; other numbers are independent."""
 
     def __call__(self) -> Iterator[Inputs]:
         """Yield the batches."""

@@ -561,8 +561,8 @@ def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batche
     """Return the weights that are not projected in a model from outside transformers.
 
     These are the last layer, if the model returns its output, as in transformers' models; and
-    layers that read the numbers of an example. Synthetic numbers are independent, so they have no
-    principal directions, and 16 random directions would lose most of an example.
+    layers that read the numbers of an example, or its pixels. The directions of synthetic numbers
+    are random, and 16 of them would lose most of an example.
 
     Raises:
         PrivacyError: the inputs of the model are unknown.
@@ -574,7 +574,7 @@ def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batche
         batch = rows_of(batch, slice(2))
         name, layer = output_layer(model, batch)
         unfit = [name] if is_head(model, layer, batch) else []
-        if isinstance(inputs, InputsByForm) and not inputs.are_images:
+        if isinstance(inputs, InputsByForm):
             unfit += reading_numbers(model, batch)
     return [f"{name}.weight".lstrip(".") for name in unfit]
 

@@ -243,7 +243,7 @@ def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
         (Words, words_row, {}, ["body"]),
         (Towers, towers_row, {"compute_loss_func": of_towers}, []),
         (Deep, numbers_row, {}, ["hidden"]),
-        (Deep, pixels_row, {}, ["first", "hidden"]),
+        (Deep, pixels_row, {}, ["hidden"]),
         (Deep, numbers_row, {"public_dataset": [numbers_row(-1)] * 8}, ["first", "hidden"]),
         (Deep, numbers_row, {"optim_target_modules": ["first", "last"]}, ["first", "last"]),
     ],
