@@ -46,6 +46,7 @@ class CardDetails:
             from ``model_class``, the name of the model's class.
         metrics: name -> value.
         metrics_are_public: whether the evaluation data of ``metrics`` are public.
+        num_labels: the number of labels of the model's head, for the code that loads an adapter.
         hyperparameters: name -> value of settings that are not in the ledger.
 
     Raises:
@@ -64,6 +65,7 @@ class CardDetails:
     metrics: Mapping[str, float] = field(default_factory=dict)
     metrics_are_public: bool | None = None
     model_class: str | None = None
+    num_labels: int | None = None
     hyperparameters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -259,6 +261,8 @@ def _usage(details: CardDetails, task: str | None) -> str | None:
     lines = [f"from transformers import {details.model_class}"]
     if details.adapter:
         base = repr(details.base_model or "the base model")
+        if details.num_labels is not None:  # without it, a new head has two labels
+            base += f", num_labels={details.num_labels}"
         lines += ["from peft import PeftModel", ""]
         lines += [f"base = {details.model_class}.from_pretrained({base})"]
         lines += [f"model = PeftModel.from_pretrained(base, {place})"]

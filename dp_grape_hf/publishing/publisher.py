@@ -160,6 +160,7 @@ class Publisher:
             adapter=adapter or bool(adapters_of(self.model)),
             repo_id=self.details.repo_id if self.repository is None else self.repository.repo_id,
             model_class=self.details.model_class or _class_of(self.model),
+            num_labels=self.details.num_labels or _labels_of(self.model),
         )
         return render(self._require_ledger(), details, updates=updates)
 
@@ -253,8 +254,15 @@ class Publisher:
 
 def _class_of(model: Any) -> str | None:
     """Return the name of the model's class; None if it is not a class of transformers."""
-    base = model.get_base_model() if adapters_of(model) and hasattr(model, "base_model") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     return type(base).__name__ if type(base).__module__.startswith("transformers.") else None
+
+
+def _labels_of(model: Any) -> int | None:
+    """Return the number of labels of a classifier of transformers; None for other models."""
+    labels = getattr(getattr(model, "config", None), "num_labels", None)
+    name = _class_of(model) or ""
+    return labels if name.endswith("Classification") and isinstance(labels, int) else None
 
 
 def _base_names(model: Any) -> list[str]:

@@ -142,6 +142,9 @@ def test_a_card_shows_loading_code_and_hyperparameters() -> None:
     assert "| Schedule | a\\|b |" in section(card, "Hyperparameters")
     adapter = render(ledger(), replace(details, adapter=True, base_model="user/base"))
     assert "model = PeftModel.from_pretrained(base, 'user/m')\n```" in adapter
+    assert "num_labels" not in card + adapter
+    classes = render(ledger(), replace(details, adapter=True, base_model="user/b", num_labels=6))
+    assert "from_pretrained('user/b', num_labels=6)\n" in classes
     assert "How to use" not in render(ledger())
 
 

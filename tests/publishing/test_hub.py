@@ -316,6 +316,7 @@ def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_pat
     assert metadata_errors(card) == []
     assert "library_name: peft" in card
     assert "base_model" not in card
+    assert "from_pretrained('the base model', num_labels=3)" in card
     for name, data in sent.items():
         (tmp_path / name).write_bytes(data)
     base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
