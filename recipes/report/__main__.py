@@ -30,6 +30,7 @@ from recipes.paper import sweep
 from recipes.report import cards, checks, front_page, hours, paper_figures, state, tables
 from recipes.report.findings import Findings, collect
 from recipes.report.paper_match import read_paper
+from recipes.studies import allocation, pairs_head
 from recipes.subspace import rendering as subspace
 from recipes.synthetic_text import card as synthetic_text
 
@@ -99,6 +100,8 @@ loading come on top.
 """
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
+    "allocation": _of("studies/results/allocation.json", allocation.as_markdown),
+    "pairs-head": _of("studies/results/pairs_head.json", pairs_head.as_markdown),
     "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
     "benchmark-compiled": _of("benchmark/results/compiled_*.json", timing.as_markdown),
     "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),
@@ -138,6 +141,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "hours": lambda root: hours.by_sweep(_costs(root)),
     "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),
     "paper-figures": paper_figures.as_markdown,
+    "nothing-set": lambda root: state.of_nothing_set(
+        {name: _summary(root / STUDIES / name) for name in state.SWEEPS},
+        [_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "nothing_set")],
+    ),
     "stand-ins": lambda root: state.of_stand_ins(
         {name: _summary(root / STUDIES / name) for name in state.SWEEPS}
     ),
@@ -145,6 +152,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / STUDIES / name))
         for name in SWEEPS
+        if name not in state.TODAY  # "nothing-set" shows them
     },
 }
 """What a page may have between markers, by name: each from the root of the repository."""

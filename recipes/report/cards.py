@@ -43,7 +43,7 @@ _ROW = re.compile(r"^\| (.+) \| (.+) \|$", re.MULTILINE)
 def card(root: Path, folder: str) -> str:
     """Return the card of a folder in ``CARDS``.
 
-    The ledger has no hyperparameters, so they are those of the card that the run saved.
+    The ledger has no hyperparameters. They stay as the run saved them on the card.
     """
     place = root / CARDS / folder
     saved = _TABLE.search((place / "README.md").read_text(encoding="utf-8"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from typing import Any
 
-from recipes.common.markdown import BLANK, NOT_RUN, budget, score_text, table
+from recipes.common.markdown import BLANK, NOT_RUN, Score, budget, score_text, table
 from recipes.report.findings import Findings
 from recipes.report.paper_match import Spec, belongs, column_of, unlike
 from recipes.report.tables_gpu import measured
@@ -31,12 +32,27 @@ STAND_INS: Mapping[str, tuple[str, ...]] = {
     "AdamW": ("AdamW",),
 }
 """Columns of the table of stand-ins, and what their rows are called in the sweeps."""
-SEARCHED = {"SST-2": "text", "TREC": "text_trec"}
-OURS = {"SST-2": "text_chosen", "TREC": "text_chosen", "SST-5": "others_chosen"}
-PRESETS, PLAIN = "stand_ins", "text_epsilons"
+SEARCHED = {"SST-2": ("text",), "TREC": ("text_trec",), "RTE": ()}
+OURS = {
+    "SST-2": ("text_chosen",),
+    "TREC": ("text_chosen",),
+    "RTE": ("nothing_set", "rte_epsilons", "rte_chosen"),
+}
+PRESETS, PLAIN = "stand_ins", ("text_epsilons", "rte_epsilons")
 """The sweeps of a task: with settings that were searched, with nothing searched, with the paper's
 presets as they are, and without privacy."""
-SWEEPS = frozenset({*SEARCHED.values(), *OURS.values(), PRESETS, PLAIN})
+BEFORE: Mapping[str, tuple[str, ...]] = {
+    "TREC": ("text_chosen", "text_epsilons"),
+    "SST-2": ("text_chosen", "text_epsilons"),
+    "RTE": ("rte_epsilons",),
+    "CIFAR-10 small": ("vision_epsilons",),
+}
+TODAY = ("nothing_set", "nothing_set_vision")
+"""The sweeps with nothing searched: as the package chose earlier, and as it chooses today."""
+SWEEPS = frozenset(
+    {*(name for groups in (SEARCHED, OURS, BEFORE) for some in groups.values() for name in some)}
+    | {PRESETS, *PLAIN, *TODAY}
+)
 
 
 def of_tables(findings: Findings, paper: Spec) -> str:
@@ -64,6 +80,31 @@ def of_tables(findings: Findings, paper: Spec) -> str:
     return table(["The paper's", "What", "State"], unique.values())
 
 
+def of_nothing_set(
+    summaries: Mapping[str, Mapping[str, Any]], digits: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return the scores with nothing searched, before and today, by task and budget.
+
+    Args:
+        summaries: of the sweeps named above, by name.
+        digits: the records of ``recipes.digits.compare``, before and today.
+    """
+    rows = []
+    for task, sweeps in BEFORE.items():
+        cells = []
+        for epsilon, names in product(("2", "8"), (sweeps, TODAY)):
+            cells.append(score_text(_most(summaries, names, task, ("DP-GRAPE",), epsilon)))
+        rows.append([task, *cells])
+    cells = []
+    for epsilon, record in product(("2", "8"), digits):
+        found = record["rows"]["DP-GRAPE, nothing searched"]["accuracy"].get(epsilon)
+        seeds = len(record["config"]["seeds"])
+        cells.append(score_text(found and (100 * found[0], 100 * found[1], seeds)))
+    rows.append(["digits", *cells])
+    titles = [f"ε = {epsilon}, {when}" for epsilon in (2, 8) for when in ("before", "today")]
+    return table(["Task", *titles], rows)
+
+
 def of_stand_ins(summaries: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns the scores of all-MiniLM-L6-v2 at the paper's budgets, by task.
 
@@ -77,16 +118,25 @@ def of_stand_ins(summaries: Mapping[str, Mapping[str, Any]]) -> str:
         for epsilon in (2, 6):
             cells = []
             for title, names in STAND_INS.items():
-                sweeps = [chosen] if title.startswith("ours") else [SEARCHED.get(task)]
-                sweeps += [chosen] * title.startswith("DP-")
-                sweeps += [PRESETS] * title.startswith("P of") + [PLAIN] * (title == "AdamW")
+                sweeps = chosen if title.startswith("ours") else SEARCHED[task]
+                sweeps += chosen * title.startswith("DP-")
+                sweeps += (PRESETS,) * title.startswith("P of") + PLAIN * (title == "AdamW")
                 key = "inf" if title == "AdamW" else f"{epsilon}"
-                scores = [
-                    summaries[sweep]["tasks"].get(task, {}).get(name, {}).get("scores", {}).get(key)
-                    for sweep in filter(None, sweeps)
-                    for name in names
-                ]
-                found = max(filter(None, scores), key=lambda score: score[-1], default=None)
-                cells.append(score_text(found))
+                cells.append(score_text(_most(summaries, sweeps, task, names, key)))
             rows.append([task, budget(epsilon), *cells])
     return table(["Task", "ε", *STAND_INS], rows)
+
+
+def _most(
+    summaries: Mapping[str, Mapping[str, Any]],
+    sweeps: Iterable[str],
+    task: str,
+    names: Iterable[str],
+    budget: str,
+) -> Score | None:
+    """Return the score with the most seeds of those that some sweeps have; None without one."""
+    scores = [
+        summaries[sweep]["tasks"].get(task, {}).get(name, {}).get("scores", {}).get(budget)
+        for sweep, name in product(sweeps, names)
+    ]
+    return max(filter(None, scores), key=lambda score: score[-1], default=None)
