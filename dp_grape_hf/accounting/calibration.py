@@ -20,6 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from dp_grape_hf.accounting.accountants import ACCOUNTANTS, DEFAULT, ROUGH, Composition
@@ -150,6 +151,7 @@ def find_noise_multiplier(
         releases = replace(with_noise_1, noise_multiplier=noise_multiplier)
         return EpsilonCurve(releases, target_delta, name, earlier)
 
+    @cache
     def rough(sigma: float) -> float:
         return curve(sigma, ROUGH).epsilon(steps)
 
@@ -159,12 +161,12 @@ def find_noise_multiplier(
     straight = 0 < min(ends) and max(ends) < math.inf
     slope = math.log(ends[1] / ends[0]) / math.log(_NEARBY) if straight else -1.0
     start = curve(guess, accountant)
-    # The first call of ``epsilon`` decides which accountant is used.
-    epsilon_by_multiplier = {guess: start.epsilon(steps)}
+    start.epsilon(steps)  # decides which accountant is used
 
     def epsilon(sigma: float) -> float:
-        cached = epsilon_by_multiplier.get(sigma)
-        return curve(sigma, start.accountant).epsilon(steps) if cached is None else cached
+        if start.accountant == ROUGH:
+            return rough(sigma)
+        return (start if sigma == guess else curve(sigma, start.accountant)).epsilon(steps)
 
     sigma = _smallest(epsilon, target_epsilon, guess, slope)
     if sigma is None:
