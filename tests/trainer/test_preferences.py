@@ -164,6 +164,13 @@ def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> Non
     assert trainer.ledger.steps == 4
 
 
+def test_pairs_train_with_the_default_of_gradient_checkpointing(tmp_path: Path) -> None:
+    trainer = on_pairs("dpo", tmp_path, gradient_checkpointing=True, max_steps=2)
+    trainer.train()
+    assert trainer.ledger.steps == 2
+    assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())
+
+
 def test_what_the_reference_says_may_be_computed_before(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"precompute_ref_log_probs": True}
     before = on_pairs("dpo", tmp_path / "before", **settings)
