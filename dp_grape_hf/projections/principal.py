@@ -7,11 +7,12 @@ With orthonormal columns, the lifted noise has the energy ``sigma^2 m r`` instea
 ``sigma^2 m n``.
 
 The second moment M of a layer's inputs (n x n) is formed only if P has all n directions. Otherwise,
-M acts on a block Q of directions while the model runs: ``M Q = sum_t x_t (x_t^T Q)``. Two passes
-over a quarter of the inputs each turn a random block towards the first eigenvectors. A third pass
-over all inputs finds them by the Nystroem approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et
-al. 2011; Tropp et al. 2017). Each token costs 4 n k operations in each pass, and each layer n k
-numbers of memory.
+M acts on a block Q of directions: ``M Q = sum_t x_t (x_t^T Q)``. The model runs once on each batch.
+The inputs of layers are kept for half of the batches, and turn a random block towards the first
+eigenvectors twice. The sum over all batches then finds the eigenvectors by the Nystroem
+approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al. 2011; Tropp et al. 2017). Each turn costs
+4 n k operations for each token. Each layer needs n k numbers of memory, and about 500 n more until
+the turns.
 
 Shapes: n the width of a layer's input, r the rank, k = 2 r + 16 the directions in a block.
 """
@@ -19,7 +20,6 @@ Shapes: n the width of a layer's input, r the rank, k = 2 r + 16 the directions 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import cycle, islice
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -35,7 +35,7 @@ from dp_grape_hf.sharding import is_sharded
 Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """A function that makes the inputs of a model, the same in every call."""
 
-_TURNS = 2  # number of passes over a quarter of the inputs each, before the pass over all
+_TURNS = 2  # number of times that the kept half of the inputs turns a block
 _SHIFT = 1e-7  # share of the trace, added so that a block with small energy is not singular
 _LEAST = 0.1  # share of the mean energy, added so that P is bounded in directions of small energy
 
@@ -80,7 +80,7 @@ def principal_directions(
         ranks: weight name -> r, at most n.
         batches: makes the inputs. Their tensors are moved to the device of the weights, and inputs
             without a parameter of ``forward`` are left out. Positions that an ``attention_mask`` of
-            the same shape excludes do not count. In layers that read tokens, the first 128 tokens
+            the same shape excludes do not count. In layers that read tokens, the first 144 tokens
             of each batch count, as whole texts. In a head whose P has all n directions, all texts
             count.
         seed: the public seed of the first block. The result hardly depends on it.
@@ -109,20 +109,18 @@ def principal_directions(
         for module, block, embeds in readers
     ]
     every = list(batches())
-    quarters = [every[first::4] or every for first in (2, 3)]
-    passes = [*islice(cycle(quarters), _TURNS), every]
+    kept, others = every[2::4] + every[3::4], every[0::4] + every[1::4]
     try:
         with progress("Measuring input directions"):
-            for number, inputs in enumerate(passes):
-                if number > 0:
+            for number, batch in enumerate(kept + others, 1):
+                if not any(block.complete for block in blocks.values()):
+                    batch = first_texts(batch, TOKENS)
+                mask[0] = batch.get("attention_mask")
+                on_inputs(body, batch)
+                advance(of=len(every))
+                if number == len(kept):
                     for block in {sharing.leader(block) for block in blocks.values()}:
                         block.turn()
-                for batch in inputs:
-                    if not any(block.complete for block in blocks.values()):
-                        batch = first_texts(batch, TOKENS)
-                    mask[0] = batch.get("attention_mask")
-                    on_inputs(body, batch)
-                    advance(of=sum(map(len, passes)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -202,15 +200,13 @@ class _Block:
     """A block Q of directions of one layer, and its product M Q with the second moment."""
 
     def __init__(self, width: int, rank: int, device: torch.device, seed: int, name: str) -> None:
-        self.rank, self._device = rank, device
+        self.rank, self._width, self._device = rank, width, device
+        self._seed, self._name = seed, name
         self.untouched = True  # no input was added
         self.complete = rank == width  # the block has all directions, and M is formed
+        self._kept: list[Tensor] | None = None if self.complete else []  # inputs until the turns
         if self.complete:
             self._begin(torch.eye(width, dtype=torch.float64))
-            return
-        size = min(width, 2 * rank + 16)
-        random = torch.randn(width, size, generator=projection_generator(seed, 0, name))
-        self._begin(torch.linalg.qr(random.double())[0])
 
     def _begin(self, basis: Tensor) -> None:
         self._basis = basis
@@ -220,13 +216,33 @@ class _Block:
         self._image = torch.zeros_like(self._used)
         self._total, self._count = torch.zeros((), device=self._device), 0
 
-    def turn(self) -> None:
-        """Begin another pass, with the directions that result from the last pass."""
-        self._begin(self._basis if self.complete else torch.linalg.qr(self._shifted()[0])[0])
-
     def add(self, features: Tensor) -> None:
         """Add features (T, n) to the second moment."""
         self.untouched = False
+        if self._kept is None:
+            self._sum(features)
+        else:
+            self._kept.append(features.clone())
+
+    def turn(self) -> None:
+        """Turn a random block to the first directions of the inputs so far, and add these inputs.
+
+        It does so once; later calls have no effect.
+        """
+        if self._kept is None:
+            return
+        size = min(self._width, 2 * self.rank + 16)
+        generator = projection_generator(self._seed, 0, self._name)
+        basis = torch.randn(self._width, size, generator=generator).double()
+        inputs, self._kept = self._kept, None
+        for number in range(_TURNS + 1):
+            self._begin(torch.linalg.qr(basis)[0])
+            for features in inputs:
+                self._sum(features)
+            if number < _TURNS:
+                basis = self._shifted()[0]
+
+    def _sum(self, features: Tensor) -> None:
         features = features.to(self._used.dtype)
         self._image.addmm_(features.T, features @ self._used)
         self._total += features.square().sum()
@@ -254,6 +270,7 @@ class _Block:
 
     def principal(self) -> Principal:
         """Return the first r directions, with a sign that depends only on their elements."""
+        self.turn()
         directions, sums = self._first()
         largest = directions.abs().argmax(0, keepdim=True)
         directions = directions * directions.gather(0, largest).sign()

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError
 
 LENGTHS = (8, 16, 24, 32, 48, 64, 96, 128)  # lengths of texts, in tokens
-TOKENS = 128  # approximate number of tokens in a batch of texts
-_SHORT, _TOKENS_OF_SHORT = 16, 1024
-"""The number of tokens in a batch of texts of at most 16 tokens. A head reads one vector of each
+TOKENS = 144  # approximate number of tokens in a batch of texts
+_SHORT, _TOKENS_OF_SHORT = 8, 1024
+"""The number of tokens in a batch of texts of at most 8 tokens. A head reads one vector of each
 text, and its P has all directions of these vectors, so many texts are needed."""
 _PATCHES = 1024  # approximate number of patches in a batch of images
 _BATCHES = 8
