@@ -214,6 +214,9 @@ def measure(
     of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
     head = {n: own for n, own in noise.items() if n in of_head}
     body = {n: own for n, own in noise.items() if n not in of_head}
+    about: dict[str, Any] = {"most": most, "push": push, "steps": steps, "factors": factors}
+    if fresh and rates is None and not head:
+        return measure_norms(model, noise, fresh=True, **about)
     features = _Features(model, layer, list(batches), body)
     before = features.before
     projected = (own.projector for own in head.values() if own.projector is not None)
@@ -257,8 +260,11 @@ def measure(
     if body:
         own, limit = settled(body, bound_of_body)
         found |= own
-        effect = drift_of_noise((*own.items(),))
-        groups["body"] = _group_of("body", body, own, most, limit, effect)
+        if fresh:
+            groups["body"] = _of_weights(body, own, most, limit)
+        else:
+            effect = drift_of_noise((*own.items(),))
+            groups["body"] = _group_of("body", body, own, most, limit, effect)
     if head:
         walk, width = _walk(head), math.sqrt(before.shape[1])  # the gradient is along the input
         longest = torch.tensor([max(most[n] for n in head) / width])
@@ -286,7 +292,9 @@ def measure_norms(
     fresh: bool,
     factors: Mapping[str, float] | None = None,
 ) -> Rates:
-    """Choose one learning rate by norms, for a model that cannot run on synthetic inputs.
+    """Choose one learning rate by norms.
+
+    This serves models that cannot run on synthetic inputs, and random weights without a head.
 
     The noise of the run, and a single step of nothing but signal, may each change the weights by
     ``DRIFT`` of their norm.
@@ -309,9 +317,17 @@ def measure_norms(
         step = _step_of_signal(noise.values(), longest, push, steps)
         bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / step)
     rates = {n: bound.rate * (factors or {}).get(n, 1.0) for n in noise}
-    effect = bound.rate * walked / max(norm, 1e-12)
-    group = _group_of("body", noise, rates, most, bound.limit, effect)
-    return Rates(rates, group._replace(changes="weights"), None, fresh)
+    return Rates(rates, _of_weights(noise, rates, most, bound.limit), None, fresh)
+
+
+def _of_weights(
+    part: Mapping[str, Noise], rates: Mapping[str, float], most: Mapping[str, float], limit: str
+) -> Group:
+    """Return a body whose effect is the noise in its weights, in units of their norm."""
+    walked = math.sqrt(sum(_lifted(own) * (own.walk * rates[n]) ** 2 for n, own in part.items()))
+    effect = walked / max(math.sqrt(_squared(part)), 1e-12)
+    group = _group_of("body", part, rates, most, limit, effect)
+    return group._replace(changes="weights")
 
 
 def _lifted(own: Noise) -> float:
@@ -445,6 +461,26 @@ class _Shown(Exception):
     """Ended forward pass, before the logits, which take long for large vocabularies."""
 
 
+def inputs_of(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Return the input activations of a layer for a batch, (rows, n), in float32.
+
+    The layer and all that comes after it do not run.
+    """
+    seen: list[Tensor] = []
+
+    def show(module: nn.Module, args: tuple[Any, ...]) -> None:
+        seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
+        raise _Shown
+
+    hook = layer.register_forward_pre_hook(show)
+    try:
+        with suppress(_Shown):
+            on_inputs(model, batch)
+    finally:
+        hook.remove()
+    return seen[0]
+
+
 class _Features:
     """The last layer's input activations, and their drift when the weights move.
 
@@ -527,19 +563,7 @@ class _Features:
 
     def _of(self, batch: Mapping[str, Any]) -> Tensor:
         advance()
-        seen: list[Tensor] = []
-
-        def show(module: nn.Module, args: tuple[Any, ...]) -> None:
-            seen.append(args[0].reshape(-1, args[0].shape[-1]).float())
-            raise _Shown
-
-        hook = self._layer.register_forward_pre_hook(show)
-        try:
-            with suppress(_Shown):
-                on_inputs(self._model, batch)
-        finally:
-            hook.remove()
-        return seen[0]
+        return inputs_of(self._model, self._layer, batch)
 
 
 def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dp_grape_hf.choosing.rates import Rates
 
-_MAX_CHANGE = 1.0  # largest change of the features by noise, relative to their norm
+# Largest change of the features by noise, relative to their norm. Features that noise turns into a
+# constant change by exactly 1.
+_MAX_CHANGE = 0.99
 # Bounds for noise and signal in an output, in units of the noise that rates are chosen for.
 _MAX_NOISE, _MIN_MOVE = 4.0, 2.5
 _MIN_SIGNAL_TO_NOISE = 10.0  # largest move of an output by signal, divided by its noise

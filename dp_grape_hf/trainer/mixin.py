@@ -17,6 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ClassVar, NoReturn
 
@@ -124,6 +125,17 @@ from dp_grape_hf.trainer.sharded import ShardingMixin
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Done:
+    """The work that is done once for each model."""
+
+    model: nn.Module
+    chose_parts: bool = False
+    searched: frozenset[str] = frozenset()  # parameters among which unused ones were searched
+    warm: bool = False  # whether the model has run on public inputs in training mode
+    inputs: Batches | None = None  # random inputs, for a model from outside transformers
+
+
 class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Base class that makes the training of a ``transformers.Trainer`` differentially private.
 
@@ -167,20 +179,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     plan: PrivacyPlan
     observer: Observer | None = None
     """Receives the phases of each step (``phases``), in runs that are made after it is set."""
-    _parts_of: Any = None  # the model for which ``_parts`` were chosen
     _given_train_dataset: Any = None  # the data set before the host prepared it
     _prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
     _public_dataset: Any = None
-    _form_inputs: tuple[nn.Module, Batches] | None = None  # for a model from outside transformers
+    _done: _Done | None = None  # for the last model
     _private_norm: Tensor = torch.zeros(())
     _every_module: tuple[nn.Module, ...] = ()  # the model and all modules in it
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # data set -> its units, read once
     _noted: bool = False  # whether the model's config has the note on private training
     _frozen: tuple[str, ...] = ()  # trainable parameters that have no influence on the loss
-    _searched: tuple[Any, frozenset[str]] | None = None
-    """A model, and the parameters that were trainable when unused ones were last searched."""
-    _warm: Any = None  # the model that has run on public inputs in training mode
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Let overrides of ``evaluate`` and ``predict`` in a subclass log their metrics."""
@@ -219,6 +227,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "lr_scheduler_type, or set trainer.lr_scheduler to one made around "
                 "trainer.create_optimizer()."
             )
+        require(
+            "loss" not in kwargs,
+            "loss= was passed, an argument of SentenceTransformerTrainer. Most of its losses "
+            "compare the texts of a batch with each other, so one example would influence the "
+            "gradients of others. Let each row be a pair or a triplet, and let forward() return "
+            "the loss of its rows, or pass compute_loss_func=f where f(outputs, labels) returns "
+            "one loss per sample, of shape (B,).",
+        )
         if compute_loss_func is not None and args.label_smoothing_factor:
             raise PrivacyError(
                 f"label_smoothing_factor={args.label_smoothing_factor!r} and a compute_loss_func "
@@ -309,17 +325,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.plan = PrivacyPlan(self.args, self._dataset_size, earlier, public, most, head)
         self.args = self.plan.args
 
+    @property
+    def _of_model(self) -> _Done:
+        """The record of the work that is done once for each model."""
+        if self._done is None or self._done.model is not self.model:
+            self._done = _Done(self.model)
+        return self._done
+
     def _make_parts(self) -> None:
         """Choose the trained parameters, once per model, and make the parts of a run."""
         self._freeze_unused()
-        before = self._parts if self._parts_of is self.model else None
+        before = self._parts if self._of_model.chose_parts else None
         if self._resumed is not None:
             self._parts = self._resumed.parts
             use_parts(self.model, self._parts, instead_of=before)
         elif before is None and self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
             self._parts, self.args = choose_parts(self.model, self.args, inputs, self._frozen)
-        self._parts_of = self.model
+        self._of_model.chose_parts = True
         self.private_run = self._make_run()
 
     def _take_choices(self, checkpoint: str) -> None:
@@ -399,10 +422,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.train_dataset is None or loss is None:
             return []
         trainable = frozenset(n for n, p in self.model.named_parameters() if p.requires_grad)
-        searched = self._searched
-        if searched is not None and searched[0] is self.model and searched[1] >= trainable:
+        if self._of_model.searched >= trainable:
             return []
-        self._searched = self.model, trainable
+        self._of_model.searched = trainable
         with keeping_random_state():  # a collator of public data may draw random numbers
             return freeze_unused(self.model, loss, self._public_inputs()())
 
@@ -420,15 +442,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _inputs_by_form(self) -> Batches:
         """Return a function that makes random inputs with the form of an example."""
-        if self._form_inputs is None or self._form_inputs[0] is not self.model:
+        if self._of_model.inputs is None:
             dataset, collator = self._with_used_columns(self.train_dataset, "training")
             example = self._public_example
             first = partial(dataset.__getitem__, 0) if example is None else lambda: example
             with explaining_bad_data(self.train_dataset, "Reading the first example"):
                 forms = form_of(dataset, collator, first)
-            inputs = InputsByForm(self.model, forms, self.args.projection_seed)
-            self._form_inputs = self.model, inputs
-        return self._form_inputs[1]
+            seed = self.args.projection_seed
+            self._of_model.inputs = InputsByForm(self.model, forms, seed)
+        return self._of_model.inputs
 
     # ---- Choices ----
 
@@ -808,9 +830,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if not METHODS[self.args.method].private:
             yield
             return
-        if self._warm is not self.model:
+        if not self._of_model.warm:
             warm_up(self.model, self._public_inputs()())
-            self._warm = self.model
+            self._of_model.warm = True
         with (
             StateGuard(model=self.model, loss=loss).unchanged(thorough=True),
             data.unchanged(),

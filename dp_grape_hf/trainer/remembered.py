@@ -45,6 +45,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from dp_grape_hf.choosing import inputs_of
 from dp_grape_hf.gradients import evaluating, rows_of
 from dp_grape_hf.ledger import was_trained
 from dp_grape_hf.projections import Batches, SyntheticInputs, on_inputs
@@ -168,17 +169,14 @@ def _fingerprint_of(model: Any, inputs: SyntheticInputs, head: str | None) -> st
     for batch in batches:
         for name, value in batch.items():
             _add(digest, name, value)
-    read: list[Any] = []
-    last = model if head is None else model.get_submodule(head)
-    hook = last.register_forward_hook(
-        lambda _, given, output: read.extend(tree_leaves(output if head is None else given))
-    )
-    try:
-        with torch.no_grad(), evaluating(model):
-            on_inputs(model, rows_of(batches[0], slice(2)))
-    finally:
-        hook.remove()
-    for number, value in enumerate(read):
+    two = rows_of(batches[0], slice(2))
+    with torch.no_grad(), evaluating(model):
+        read: Any = (
+            on_inputs(model, two)
+            if head is None
+            else inputs_of(model, model.get_submodule(head), two)
+        )
+    for number, value in enumerate(tree_leaves(read)):
         if isinstance(value, Tensor):
             _add(digest, f"{number}", value)
     return digest.hexdigest()
