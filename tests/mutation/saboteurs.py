@@ -693,7 +693,7 @@ SABOTEURS = (
         ),
     ),
     Saboteur(
-        "a module that is clipped separately and the rest have all of C each",
+        "a module that is clipped apart and the rest have all of C each",
         _each_part_has_all_of_c,
         (
             "test_release.py::test_per_group_clipping_gives_both_groups_half_of_c_squared"

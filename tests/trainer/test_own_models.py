@@ -118,7 +118,7 @@ def trainer_of(
 ) -> DPGrapeTrainer:
     keywords = {
         n: more.pop(n)
-        for n in ("compute_loss_func", "public_example", "public_dataset")
+        for n in ("compute_loss_func", "public_example", "public_dataset", "loss")
         if n in more
     }
     options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"} | more
@@ -191,6 +191,54 @@ def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+class Denoiser(nn.Module):
+    """A UNet in small, without linear layers; its forward takes no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(1, 4, 3, padding=1, stride=2)
+        self.up = nn.ConvTranspose2d(4, 1, 2, stride=2)
+
+    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+        noise = torch.randn_like(pixels)
+        predicted = self.up(torch.relu(self.down(pixels + noise)))
+        return {"loss": (predicted - noise).square().mean()}
+
+
+def image_row(i: int) -> dict[str, Any]:
+    return {"pixels": torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(i))}
+
+
+def test_a_denoiser_that_takes_no_labels_trains(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = trainer_of(tmp_path, Denoiser(), image_row)
+    trainer.train()
+    assert 0 < trainer.privacy_spent().epsilon <= trainer.args.target_epsilon
+    assert "has no linear layer" in caplog.text
+
+
+class Predicts(nn.Module):
+    """Returns one number, and takes no labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.layer(pixels.reshape(-1, 8, 8).mean(1))
+
+
+def test_a_prediction_is_not_taken_for_a_loss(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="loss of Predicts is not known per sample"):
+        trainer_of(tmp_path, Predicts(), image_row)
+
+
+def test_the_loss_argument_of_sentence_transformers_gets_an_answer(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="SentenceTransformerTrainer"):
+        trainer_of(tmp_path, Denoiser(), image_row, loss=nn.MSELoss())
+
+
 class Remembers(Examples):
     """Counts how often it was read."""
 
@@ -205,10 +253,8 @@ class Remembers(Examples):
 
 def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Words(), words_row)
-    trainer.train_dataset, trainer._form_inputs = (
-        Remembers([words_row(i) for i in range(ROWS)]),
-        None,
-    )
+    trainer.train_dataset = Remembers([words_row(i) for i in range(ROWS)])
+    trainer._of_model.inputs = None
     with pytest.raises(PrivacyError, match="reads"):
         trainer._public_inputs()
 

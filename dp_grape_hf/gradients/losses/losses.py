@@ -158,8 +158,8 @@ class HeadLoss(ModelLoss):
 def loss_for(model: nn.Module, label_smoothing: float = 0.0) -> HeadLoss | ReturnedLoss:
     """Return the per-sample loss of a model, chosen by its class name.
 
-    If the name of a user's class is not known and its forward takes labels, the loss is the one
-    that the model returns for a batch of one example.
+    If the name of a user's class is not known, the loss is the one that the model returns for a
+    batch of one example.
 
     Args:
         model: the model, with PEFT's wrapper or without.

@@ -25,14 +25,15 @@ class ReturnedLoss(ModelLoss):
     """The loss that a model returns for a batch of one example, ``(outputs, None) -> (1,)``.
 
     Args:
-        model: the model. Its forward takes labels, and returns a mapping with ``loss``, a tuple
-            that begins with the loss, or the loss.
+        model: the model. It returns a mapping with ``loss``. If its forward takes labels, it may
+            also return a tuple that begins with the loss, or the loss.
     """
 
     name: ClassVar[str] = "the model, which returns its own loss,"
 
     def __init__(self, model: nn.Module) -> None:
         self._name = type(model).__name__
+        self._takes_labels = any(map(is_target, signature(model.forward).parameters))
 
     def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, None]:
         """Return all inputs, including labels, which the model needs for its loss."""
@@ -46,8 +47,17 @@ class ReturnedLoss(ModelLoss):
         """
         if isinstance(outputs, Mapping):
             loss = outputs.get("loss")
-        else:
+        elif self._takes_labels:
             loss = outputs[0] if isinstance(outputs, tuple) and outputs else outputs
+        else:  # a number may be a prediction
+            loss = None
+        if loss is None and not self._takes_labels:
+            raise UnsupportedModelError(
+                f"The loss of {self._name} is not known per sample: its forward takes no labels, "
+                "and it returned no mapping with 'loss' for one example. Pass compute_loss_func=f "
+                "where f(outputs, labels) returns one loss per sample, of shape (B,), each "
+                "computed from that sample alone, or return {'loss': ..., 'logits': ...}."
+            )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise UnsupportedModelError(
                 f"{self._name} received one example with its labels, and returned no loss: neither "
@@ -74,7 +84,6 @@ def is_target(name: str) -> bool:
 
 
 def returns_its_loss(model: nn.Module) -> bool:
-    """Return whether a forward takes labels, and is not defined in transformers."""
+    """Return whether a forward is not defined in transformers, and so may return its own loss."""
     module = getattr(model.forward, "__module__", None) or ""
-    theirs = module.partition(".")[0] == "transformers"
-    return not theirs and any(map(is_target, signature(model.forward).parameters))
+    return module.partition(".")[0] != "transformers"
