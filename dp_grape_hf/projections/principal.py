@@ -11,8 +11,8 @@ M acts on a block Q of directions: ``M Q = sum_t x_t (x_t^T Q)``. The model runs
 The inputs of layers are kept for half of the batches, and turn a random block towards the first
 eigenvectors twice. The sum over all batches then finds the eigenvectors by the Nystroem
 approximation ``(M Q) (Q^T M Q)^-1 (M Q)^T`` (Halko et al. 2011; Tropp et al. 2017). Each turn costs
-4 n k operations for each token. Each layer needs n k numbers of memory, and about 500 n more until
-the turns.
+4 n k operations for each token. Each layer needs n k numbers of memory, and about 1,000 n more
+until the turns: a layer with 1,024 inputs has its turns at once.
 
 Shapes: n the width of a layer's input, r the rank, k = 2 r + 16 the directions in a block.
 """
@@ -36,6 +36,7 @@ Batches = Callable[[], Iterable[Mapping[str, Any]]]
 """A function that makes the inputs of a model, the same in every call."""
 
 _TURNS = 2  # number of times that the kept half of the inputs turns a block
+_MOST_KEPT = 1024  # inputs of a layer that are kept before the turns; bounds the memory
 _SHIFT = 1e-7  # share of the trace, added so that a block with small energy is not singular
 _LEAST = 0.1  # share of the mean energy, added so that P is bounded in directions of small energy
 
@@ -223,6 +224,8 @@ class _Block:
             self._sum(features)
         else:
             self._kept.append(features.clone())
+            if sum(map(len, self._kept)) >= _MOST_KEPT:
+                self.turn()
 
     def turn(self) -> None:
         """Turn a random block to the first directions of the inputs so far, and add these inputs.

@@ -119,6 +119,21 @@ def test_no_matrix_of_the_width_squared_is_made() -> None:
     assert max(sizes) < 2000 * 100
 
 
+def test_few_inputs_of_a_layer_are_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public data set may have hundreds of batches of any size."""
+    add, kept = principal._Block.add, []
+
+    def adding(block: Any, features: Tensor) -> None:
+        add(block, features)
+        kept.append(sum(map(len, block._kept or ())))
+
+    monkeypatch.setattr(principal._Block, "add", adding)
+    batches = [{"input": torch.randn(300, 2)} for _ in range(64)]
+    principal_directions(nn.Linear(2, 2), {"weight": 1}, lambda: batches)
+    assert len(kept) == 64
+    assert max(kept) == 900
+
+
 def test_transposed_weights_and_embeddings_have_directions_of_their_features() -> None:
     model = made("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
