@@ -7,50 +7,30 @@ chooses batch size and number of steps.
 """
 
 from dp_grape_hf.accounting.accountants import (
-    ACCOUNTANTS,
-    DEFAULT,
-    rounded_up,
+    ACCOUNTANTS as ACCOUNTANTS,
+    DEFAULT as DEFAULT,
+    rounded_up as rounded_up,
 )
 from dp_grape_hf.accounting.banded import (
-    Bands,
-    correlated,
-    find_bands,
-    noise_left,
-    release_weights,
-    released_noise,
+    Bands as Bands,
+    correlated as correlated,
+    find_bands as find_bands,
+    noise_left as noise_left,
+    release_weights as release_weights,
+    released_noise as released_noise,
 )
 from dp_grape_hf.accounting.calibration import (
-    EpsilonCurve,
-    blocks_of,
-    compose_epsilon,
-    compute_epsilon,
-    expected_steps_per_epoch,
-    find_noise_multiplier,
-    refuse_large_delta,
+    EpsilonCurve as EpsilonCurve,
+    blocks_of as blocks_of,
+    compose_epsilon as compose_epsilon,
+    compute_epsilon as compute_epsilon,
+    expected_steps_per_epoch as expected_steps_per_epoch,
+    find_noise_multiplier as find_noise_multiplier,
+    refuse_large_delta as refuse_large_delta,
 )
-from dp_grape_hf.accounting.rdp import AccountantFailure
-from dp_grape_hf.accounting.releases import Adjacency, Releases
-from dp_grape_hf.accounting.sizes import batch_and_steps
-
-__all__ = [
-    "ACCOUNTANTS",
-    "DEFAULT",
-    "AccountantFailure",
-    "Adjacency",
-    "Bands",
-    "EpsilonCurve",
-    "Releases",
-    "batch_and_steps",
-    "blocks_of",
-    "compose_epsilon",
-    "compute_epsilon",
-    "correlated",
-    "expected_steps_per_epoch",
-    "find_bands",
-    "find_noise_multiplier",
-    "noise_left",
-    "refuse_large_delta",
-    "release_weights",
-    "released_noise",
-    "rounded_up",
-]
+from dp_grape_hf.accounting.rdp import AccountantFailure as AccountantFailure
+from dp_grape_hf.accounting.releases import (
+    Adjacency as Adjacency,
+    Releases as Releases,
+)
+from dp_grape_hf.accounting.sizes import batch_and_steps as batch_and_steps

@@ -6,32 +6,21 @@ that would void the guarantee. ``plan`` computes noise, number of steps and samp
 """
 
 from dp_grape_hf.arguments.arguments import (
-    DPGrapeArguments,
-    DPGrapeTrainingArguments,
-    accepts_short_names,
+    DPGrapeArguments as DPGrapeArguments,
+    DPGrapeTrainingArguments as DPGrapeTrainingArguments,
+    accepts_short_names as accepts_short_names,
 )
 from dp_grape_hf.arguments.methods import (
-    METHODS,
-    Method,
-    OptimizerAndOptions,
-    Update,
-    refuse_model,
-    register_method,
+    METHODS as METHODS,
+    Method as Method,
+    OptimizerAndOptions as OptimizerAndOptions,
+    Update as Update,
+    refuse_model as refuse_model,
+    register_method as register_method,
 )
-from dp_grape_hf.arguments.plan import PrivacyPlan, PrivacySpent, check_dataset, schedule_of
-
-__all__ = [
-    "METHODS",
-    "DPGrapeArguments",
-    "DPGrapeTrainingArguments",
-    "Method",
-    "OptimizerAndOptions",
-    "PrivacyPlan",
-    "PrivacySpent",
-    "Update",
-    "accepts_short_names",
-    "check_dataset",
-    "refuse_model",
-    "register_method",
-    "schedule_of",
-]
+from dp_grape_hf.arguments.plan import (
+    PrivacyPlan as PrivacyPlan,
+    PrivacySpent as PrivacySpent,
+    check_dataset as check_dataset,
+    schedule_of as schedule_of,
+)

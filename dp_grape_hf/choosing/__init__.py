@@ -10,54 +10,34 @@ be measured on public inputs. ``warnings`` lists settings that cannot work, and 
 prints the choices.
 """
 
-from dp_grape_hf.choosing.formatting import rates_line, run_tables
+from dp_grape_hf.choosing.formatting import (
+    rates_line as rates_line,
+    run_tables as run_tables,
+)
 from dp_grape_hf.choosing.parts import (
-    average_at_first,
-    clipped_apart,
-    is_head,
-    is_new_at_first,
-    is_pretrained,
-    output_layer,
-    reading_numbers,
-    rule_and_rank,
-    schedule,
-    train_matrices_only,
+    average_at_first as average_at_first,
+    clipped_apart as clipped_apart,
+    is_head as is_head,
+    is_new_at_first as is_new_at_first,
+    is_pretrained as is_pretrained,
+    output_layer as output_layer,
+    reading_numbers as reading_numbers,
+    rule_and_rank as rule_and_rank,
+    schedule as schedule,
+    train_matrices_only as train_matrices_only,
 )
 from dp_grape_hf.choosing.rates import (
-    NUMBER,
-    Noise,
-    Rates,
-    inputs_of,
-    measure,
-    measure_norms,
-    push_of_signal,
-    steps_of,
-    walk_of_noise,
+    NUMBER as NUMBER,
+    Noise as Noise,
+    Rates as Rates,
+    inputs_of as inputs_of,
+    measure as measure,
+    measure_norms as measure_norms,
+    push_of_signal as push_of_signal,
+    steps_of as steps_of,
+    walk_of_noise as walk_of_noise,
 )
-from dp_grape_hf.choosing.warnings import FIRST_POSITION, rate_warnings
-
-__all__ = [
-    "FIRST_POSITION",
-    "NUMBER",
-    "Noise",
-    "Rates",
-    "average_at_first",
-    "clipped_apart",
-    "inputs_of",
-    "is_head",
-    "is_new_at_first",
-    "is_pretrained",
-    "measure",
-    "measure_norms",
-    "output_layer",
-    "push_of_signal",
-    "rate_warnings",
-    "rates_line",
-    "reading_numbers",
-    "rule_and_rank",
-    "run_tables",
-    "schedule",
-    "steps_of",
-    "train_matrices_only",
-    "walk_of_noise",
-]
+from dp_grape_hf.choosing.warnings import (
+    FIRST_POSITION as FIRST_POSITION,
+    rate_warnings as rate_warnings,
+)

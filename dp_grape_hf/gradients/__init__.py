@@ -10,121 +10,90 @@ matrix. ``replay`` compares the gradients of a first batch with gradients of sin
 """
 
 from dp_grape_hf.gradients.by_name import (
-    ENGINES,
-    OF_SINGLE_EXAMPLES,
-    make_engine,
-    per_sample_gradients,
+    ENGINES as ENGINES,
+    OF_SINGLE_EXAMPLES as OF_SINGLE_EXAMPLES,
+    make_engine as make_engine,
+    per_sample_gradients as per_sample_gradients,
 )
 from dp_grape_hf.gradients.checks.guards import (
-    configs_of,
-    evaluating,
-    guarding_streams,
-    keeping_configs,
-    keeping_random_state,
-    seed_all,
+    configs_of as configs_of,
+    evaluating as evaluating,
+    guarding_streams as guarding_streams,
+    keeping_configs as keeping_configs,
+    keeping_random_state as keeping_random_state,
+    seed_all as seed_all,
 )
-from dp_grape_hf.gradients.checks.sketches import tolerance_for
-from dp_grape_hf.gradients.checks.spot_checks import SpotCheckedEngine
-from dp_grape_hf.gradients.checks.state import StateGuard, warm_up
-from dp_grape_hf.gradients.checks.unused import freeze_unused, refuse_reached
-from dp_grape_hf.gradients.compiled import Compilation
+from dp_grape_hf.gradients.checks.sketches import tolerance_for as tolerance_for
+from dp_grape_hf.gradients.checks.spot_checks import SpotCheckedEngine as SpotCheckedEngine
+from dp_grape_hf.gradients.checks.state import (
+    StateGuard as StateGuard,
+    warm_up as warm_up,
+)
+from dp_grape_hf.gradients.checks.unused import (
+    freeze_unused as freeze_unused,
+    refuse_reached as refuse_reached,
+)
+from dp_grape_hf.gradients.compiled import Compilation as Compilation
 from dp_grape_hf.gradients.engine import (
-    Gradients,
-    GradSampleMode,
-    Inputs,
-    PerSampleEngine,
-    keep_laid_out_for_training,
-    refuse_modules,
+    Gradients as Gradients,
+    GradSampleMode as GradSampleMode,
+    Inputs as Inputs,
+    PerSampleEngine as PerSampleEngine,
+    keep_laid_out_for_training as keep_laid_out_for_training,
+    refuse_modules as refuse_modules,
 )
-from dp_grape_hf.gradients.flat import FlatGradients, FlatTensors, Layout, Runs
-from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, exact_products
+from dp_grape_hf.gradients.flat import (
+    FlatGradients as FlatGradients,
+    FlatTensors as FlatTensors,
+    Layout as Layout,
+    Runs as Runs,
+)
+from dp_grape_hf.gradients.forms import (
+    Dense as Dense,
+    PerSampleGradient as PerSampleGradient,
+    exact_products as exact_products,
+)
 from dp_grape_hf.gradients.losses.heads import (
-    IGNORE_INDEX,
-    choice,
-    classification,
-    cross_entropy,
-    is_regression,
+    IGNORE_INDEX as IGNORE_INDEX,
+    choice as choice,
+    classification as classification,
+    cross_entropy as cross_entropy,
+    is_regression as is_regression,
 )
 from dp_grape_hf.gradients.losses.losses import (
-    LossFunction,
-    loss_for,
-    losses_of,
-    with_three_arguments,
+    LossFunction as LossFunction,
+    loss_for as loss_for,
+    losses_of as losses_of,
+    with_three_arguments as with_three_arguments,
 )
-from dp_grape_hf.gradients.losses.model_loss import ModelLoss
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss as ModelLoss
 from dp_grape_hf.gradients.losses.pairs import (
-    PREFERENCES,
-    REFERENCE,
-    PairLoss,
-    PreferenceLoss,
-    RewardLoss,
-    by_halves,
-    side_by_side,
+    PREFERENCES as PREFERENCES,
+    REFERENCE as REFERENCE,
+    PairLoss as PairLoss,
+    PreferenceLoss as PreferenceLoss,
+    RewardLoss as RewardLoss,
+    by_halves as by_halves,
+    side_by_side as side_by_side,
 )
-from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss, is_target
-from dp_grape_hf.gradients.losses.trainer_loss import TrainerLoss, examine_trainer_loss
-from dp_grape_hf.gradients.query import ANSWERS, QueryEngine
-from dp_grape_hf.gradients.rows import batch_size_of, rows_of
-from dp_grape_hf.gradients.stand_ins import METADATA
-from dp_grape_hf.gradients.units import UNIT_OF_ROW, UnitEngine
-
-__all__ = [
-    "ANSWERS",
-    "ENGINES",
-    "IGNORE_INDEX",
-    "METADATA",
-    "OF_SINGLE_EXAMPLES",
-    "PREFERENCES",
-    "REFERENCE",
-    "UNIT_OF_ROW",
-    "Compilation",
-    "Dense",
-    "FlatGradients",
-    "FlatTensors",
-    "GradSampleMode",
-    "Gradients",
-    "Inputs",
-    "Layout",
-    "LossFunction",
-    "ModelLoss",
-    "PairLoss",
-    "PerSampleEngine",
-    "PerSampleGradient",
-    "PreferenceLoss",
-    "QueryEngine",
-    "ReturnedLoss",
-    "RewardLoss",
-    "Runs",
-    "SpotCheckedEngine",
-    "StateGuard",
-    "TrainerLoss",
-    "UnitEngine",
-    "batch_size_of",
-    "by_halves",
-    "choice",
-    "classification",
-    "configs_of",
-    "cross_entropy",
-    "evaluating",
-    "exact_products",
-    "examine_trainer_loss",
-    "freeze_unused",
-    "guarding_streams",
-    "is_regression",
-    "is_target",
-    "keep_laid_out_for_training",
-    "keeping_configs",
-    "keeping_random_state",
-    "loss_for",
-    "losses_of",
-    "make_engine",
-    "per_sample_gradients",
-    "refuse_modules",
-    "refuse_reached",
-    "rows_of",
-    "seed_all",
-    "side_by_side",
-    "tolerance_for",
-    "warm_up",
-    "with_three_arguments",
-]
+from dp_grape_hf.gradients.losses.returned_loss import (
+    ReturnedLoss as ReturnedLoss,
+    is_target as is_target,
+)
+from dp_grape_hf.gradients.losses.trainer_loss import (
+    TrainerLoss as TrainerLoss,
+    examine_trainer_loss as examine_trainer_loss,
+)
+from dp_grape_hf.gradients.query import (
+    ANSWERS as ANSWERS,
+    QueryEngine as QueryEngine,
+)
+from dp_grape_hf.gradients.rows import (
+    batch_size_of as batch_size_of,
+    rows_of as rows_of,
+)
+from dp_grape_hf.gradients.stand_ins import METADATA as METADATA
+from dp_grape_hf.gradients.units import (
+    UNIT_OF_ROW as UNIT_OF_ROW,
+    UnitEngine as UnitEngine,
+)

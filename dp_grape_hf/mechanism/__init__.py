@@ -7,69 +7,47 @@ gradient of each example. ``release`` sums the clipped gradients and adds noise.
 estimates how much of a release is not noise.
 """
 
-from dp_grape_hf.mechanism.banded import Turn, Turns
+from dp_grape_hf.mechanism.banded import (
+    Turn as Turn,
+    Turns as Turns,
+)
 from dp_grape_hf.mechanism.clipping import (
-    STABILITY,
-    add_clipped_sum_,
-    bound_of_part,
-    factors_by_name,
-    in_parts,
+    STABILITY as STABILITY,
+    add_clipped_sum_ as add_clipped_sum_,
+    bound_of_part as bound_of_part,
+    factors_by_name as factors_by_name,
+    in_parts as in_parts,
 )
-from dp_grape_hf.mechanism.collation import Grid, RowCollator, repeatable_seeds, secret_seeds
-from dp_grape_hf.mechanism.noise import NOISE_SLICE
-from dp_grape_hf.mechanism.release import PrivateMechanism
+from dp_grape_hf.mechanism.collation import (
+    Grid as Grid,
+    RowCollator as RowCollator,
+    repeatable_seeds as repeatable_seeds,
+    secret_seeds as secret_seeds,
+)
+from dp_grape_hf.mechanism.noise import NOISE_SLICE as NOISE_SLICE
+from dp_grape_hf.mechanism.release import PrivateMechanism as PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
-    EmptyDrawDataset,
-    LogicalBatch,
-    LogicalBatchCollator,
-    PoissonBatchSampler,
+    EmptyDrawDataset as EmptyDrawDataset,
+    LogicalBatch as LogicalBatch,
+    LogicalBatchCollator as LogicalBatchCollator,
+    PoissonBatchSampler as PoissonBatchSampler,
 )
-from dp_grape_hf.mechanism.signal import Signal, Window
+from dp_grape_hf.mechanism.signal import (
+    Signal as Signal,
+    Window as Window,
+)
 from dp_grape_hf.mechanism.streams import (
-    Streams,
-    forget_the_seed,
-    noise_generator,
-    secret_generator,
-    shared_sampling_generator,
+    Streams as Streams,
+    forget_the_seed as forget_the_seed,
+    noise_generator as noise_generator,
+    secret_generator as secret_generator,
+    shared_sampling_generator as shared_sampling_generator,
 )
 from dp_grape_hf.mechanism.units import (
-    UnitBatchSampler,
-    UnitCollator,
-    UnitDataset,
-    Units,
-    read_units,
-    refuse_large_unit,
+    UnitBatchSampler as UnitBatchSampler,
+    UnitCollator as UnitCollator,
+    UnitDataset as UnitDataset,
+    Units as Units,
+    read_units as read_units,
+    refuse_large_unit as refuse_large_unit,
 )
-
-__all__ = [
-    "NOISE_SLICE",
-    "STABILITY",
-    "EmptyDrawDataset",
-    "Grid",
-    "LogicalBatch",
-    "LogicalBatchCollator",
-    "PoissonBatchSampler",
-    "PrivateMechanism",
-    "RowCollator",
-    "Signal",
-    "Streams",
-    "Turn",
-    "Turns",
-    "UnitBatchSampler",
-    "UnitCollator",
-    "UnitDataset",
-    "Units",
-    "Window",
-    "add_clipped_sum_",
-    "bound_of_part",
-    "factors_by_name",
-    "forget_the_seed",
-    "in_parts",
-    "noise_generator",
-    "read_units",
-    "refuse_large_unit",
-    "repeatable_seeds",
-    "secret_generator",
-    "secret_seeds",
-    "shared_sampling_generator",
-]

@@ -4,51 +4,35 @@
 ``planning`` compares methods with each other and with a card.
 """
 
-from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.from_config import ModelOfConfig, auto_class, class_of, read_config
-from dp_grape_hf.memory.planning import RESERVE, TITLES, Plan, Report, plan
+from dp_grape_hf.memory.fakes import fake_tensors as fake_tensors
+from dp_grape_hf.memory.from_config import (
+    ModelOfConfig as ModelOfConfig,
+    auto_class as auto_class,
+    class_of as class_of,
+    read_config as read_config,
+)
+from dp_grape_hf.memory.planning import (
+    RESERVE as RESERVE,
+    TITLES as TITLES,
+    Plan as Plan,
+    Report as Report,
+    plan as plan,
+)
 from dp_grape_hf.memory.step import (
-    ADAMW,
-    COMPARED,
-    DP_GRAPE,
-    Setting,
-    Step,
-    prepared,
-    simulate,
+    ADAMW as ADAMW,
+    COMPARED as COMPARED,
+    DP_GRAPE as DP_GRAPE,
+    Setting as Setting,
+    Step as Step,
+    prepared as prepared,
+    simulate as simulate,
 )
 from dp_grape_hf.memory.timeline import (
-    ACTIVATIONS,
-    COLLECTIVES,
-    OPTIMIZER,
-    PROJECTIONS,
-    WEIGHTS,
-    Footprint,
-    Timeline,
+    ACTIVATIONS as ACTIVATIONS,
+    COLLECTIVES as COLLECTIVES,
+    OPTIMIZER as OPTIMIZER,
+    PROJECTIONS as PROJECTIONS,
+    WEIGHTS as WEIGHTS,
+    Footprint as Footprint,
+    Timeline as Timeline,
 )
-
-__all__ = [
-    "ACTIVATIONS",
-    "ADAMW",
-    "COLLECTIVES",
-    "COMPARED",
-    "DP_GRAPE",
-    "OPTIMIZER",
-    "PROJECTIONS",
-    "RESERVE",
-    "TITLES",
-    "WEIGHTS",
-    "Footprint",
-    "ModelOfConfig",
-    "Plan",
-    "Report",
-    "Setting",
-    "Step",
-    "Timeline",
-    "auto_class",
-    "class_of",
-    "fake_tensors",
-    "plan",
-    "prepared",
-    "read_config",
-    "simulate",
-]

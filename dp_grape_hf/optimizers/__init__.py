@@ -6,17 +6,14 @@ stores the change of a weight as low-rank factors. ``groups`` checks that an opt
 trained parameter once.
 """
 
-from dp_grape_hf.optimizers.groups import require_each_once
-from dp_grape_hf.optimizers.low_rank import LowRankUpdates
-from dp_grape_hf.optimizers.projected import GPU_BLOCK, ProjectedAdam, ProjectedOptimizer
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, moved_from_zero
-
-__all__ = [
-    "GPU_BLOCK",
-    "UPDATE_RULES",
-    "LowRankUpdates",
-    "ProjectedAdam",
-    "ProjectedOptimizer",
-    "moved_from_zero",
-    "require_each_once",
-]
+from dp_grape_hf.optimizers.groups import require_each_once as require_each_once
+from dp_grape_hf.optimizers.low_rank import LowRankUpdates as LowRankUpdates
+from dp_grape_hf.optimizers.projected import (
+    GPU_BLOCK as GPU_BLOCK,
+    ProjectedAdam as ProjectedAdam,
+    ProjectedOptimizer as ProjectedOptimizer,
+)
+from dp_grape_hf.optimizers.rules import (
+    UPDATE_RULES as UPDATE_RULES,
+    moved_from_zero as moved_from_zero,
+)

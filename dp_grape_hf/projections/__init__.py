@@ -6,78 +6,52 @@ selects the weights, and ``placement`` the side and the rank. ``projector`` has 
 when P is made again, and ``seeds`` derives all public random streams.
 """
 
-from dp_grape_hf.projections.placement import Placement, Side, first_matches, placements
-from dp_grape_hf.projections.principal import Batches, principal_directions
-from dp_grape_hf.projections.probes import (
-    LENGTHS,
-    Inputs,
-    SyntheticInputs,
-    accepted,
-    first_texts,
-    natural_noise,
-    on_inputs,
-    reads_synthetic,
-    synthetic_batches,
+from dp_grape_hf.projections.placement import (
+    Placement as Placement,
+    Side as Side,
+    first_matches as first_matches,
+    placements as placements,
 )
-from dp_grape_hf.projections.projector import PRINCIPAL, PROJECTIONS, Projector
+from dp_grape_hf.projections.principal import (
+    Batches as Batches,
+    principal_directions as principal_directions,
+)
+from dp_grape_hf.projections.probes import (
+    LENGTHS as LENGTHS,
+    Inputs as Inputs,
+    SyntheticInputs as SyntheticInputs,
+    accepted as accepted,
+    first_texts as first_texts,
+    natural_noise as natural_noise,
+    on_inputs as on_inputs,
+    reads_synthetic as reads_synthetic,
+    synthetic_batches as synthetic_batches,
+)
+from dp_grape_hf.projections.projector import (
+    PRINCIPAL as PRINCIPAL,
+    PROJECTIONS as PROJECTIONS,
+    Projector as Projector,
+)
 from dp_grape_hf.projections.schedules import (
-    PrincipalProjection,
-    ProjectionSchedule,
-    SavedProjection,
+    PrincipalProjection as PrincipalProjection,
+    ProjectionSchedule as ProjectionSchedule,
+    SavedProjection as SavedProjection,
 )
 from dp_grape_hf.projections.seeds import (
-    is_public,
-    is_short,
-    projection_seed_for,
-    public_generator,
-    round_at_random,
-    rounding_generator,
-    row_blocks,
+    is_public as is_public,
+    is_short as is_short,
+    projection_seed_for as projection_seed_for,
+    public_generator as public_generator,
+    round_at_random as round_at_random,
+    rounding_generator as rounding_generator,
+    row_blocks as row_blocks,
 )
 from dp_grape_hf.projections.targets import (
-    MATRIX_LAYERS,
-    default_targets,
-    feature_dimensions,
-    input_dimensions,
-    output_embeddings,
-    projection_targets,
-    shared_parameters,
+    MATRIX_LAYERS as MATRIX_LAYERS,
+    default_targets as default_targets,
+    feature_dimensions as feature_dimensions,
+    input_dimensions as input_dimensions,
+    output_embeddings as output_embeddings,
+    projection_targets as projection_targets,
+    shared_parameters as shared_parameters,
 )
-
-__all__ = [
-    "LENGTHS",
-    "MATRIX_LAYERS",
-    "PRINCIPAL",
-    "PROJECTIONS",
-    "Batches",
-    "Inputs",
-    "Placement",
-    "PrincipalProjection",
-    "ProjectionSchedule",
-    "Projector",
-    "SavedProjection",
-    "Side",
-    "SyntheticInputs",
-    "accepted",
-    "default_targets",
-    "feature_dimensions",
-    "first_matches",
-    "first_texts",
-    "input_dimensions",
-    "is_public",
-    "is_short",
-    "natural_noise",
-    "on_inputs",
-    "output_embeddings",
-    "placements",
-    "principal_directions",
-    "projection_seed_for",
-    "projection_targets",
-    "public_generator",
-    "reads_synthetic",
-    "round_at_random",
-    "rounding_generator",
-    "row_blocks",
-    "shared_parameters",
-    "synthetic_batches",
-]

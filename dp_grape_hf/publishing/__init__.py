@@ -8,37 +8,33 @@ removes local paths from the saved configs. ``verification`` compares card, file
 model.
 """
 
-from dp_grape_hf.publishing.adapter import Adapter, adapters_of
-from dp_grape_hf.publishing.card import CardDetails, declare, render, renewed
-from dp_grape_hf.publishing.configs import json_of
-from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH
-from dp_grape_hf.publishing.model_files import (
-    ADAPTER_CONFIG,
-    adapter_folders,
-    damage,
-    is_of_a_model,
+from dp_grape_hf.publishing.adapter import (
+    Adapter as Adapter,
+    adapters_of as adapters_of,
 )
-from dp_grape_hf.publishing.publisher import Publisher
-from dp_grape_hf.publishing.statement import epsilon_text, metadata_of
-from dp_grape_hf.publishing.verification import SECOND_OPINION, verify
-
-__all__ = [
-    "ABSENT",
-    "ADAPTER_CONFIG",
-    "MISMATCH",
-    "SECOND_OPINION",
-    "Adapter",
-    "CardDetails",
-    "Publisher",
-    "adapter_folders",
-    "adapters_of",
-    "damage",
-    "declare",
-    "epsilon_text",
-    "is_of_a_model",
-    "json_of",
-    "metadata_of",
-    "render",
-    "renewed",
-    "verify",
-]
+from dp_grape_hf.publishing.card import (
+    CardDetails as CardDetails,
+    declare as declare,
+    render as render,
+    renewed as renewed,
+)
+from dp_grape_hf.publishing.configs import json_of as json_of
+from dp_grape_hf.publishing.file_checks import (
+    ABSENT as ABSENT,
+    MISMATCH as MISMATCH,
+)
+from dp_grape_hf.publishing.model_files import (
+    ADAPTER_CONFIG as ADAPTER_CONFIG,
+    adapter_folders as adapter_folders,
+    damage as damage,
+    is_of_a_model as is_of_a_model,
+)
+from dp_grape_hf.publishing.publisher import Publisher as Publisher
+from dp_grape_hf.publishing.statement import (
+    epsilon_text as epsilon_text,
+    metadata_of as metadata_of,
+)
+from dp_grape_hf.publishing.verification import (
+    SECOND_OPINION as SECOND_OPINION,
+    verify as verify,
+)

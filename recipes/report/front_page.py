@@ -10,9 +10,13 @@ from recipes.benchmark import timing
 from recipes.benchmark.methods import ADAMW, ADAMW_LORA, DP_ADAM, DP_GRAPE, DP_LORA, METHODS
 from recipes.common.markdown import NOT_RUN, table
 from recipes.digits.train import DigitsArguments, load_data
-from recipes.gpu_report.table import ADAMW as GPU_ADAMW
-from recipes.gpu_report.table import DP_ADAM as GPU_DP_ADAM
-from recipes.gpu_report.table import GIB, PRINCIPAL, beside
+from recipes.gpu_report.table import (
+    ADAMW as GPU_ADAMW,
+    DP_ADAM as GPU_DP_ADAM,
+    GIB,
+    PRINCIPAL,
+    beside,
+)
 
 BUDGETS = (None, 8.0, 2.0, 1.0)
 """Columns; None is training without privacy."""

@@ -44,8 +44,7 @@ from dp_grape_hf.gradients import IGNORE_INDEX, Inputs
 from dp_grape_hf.projections import Batches, synthetic_batches
 from recipes.common.provenance import origin, write
 from recipes.paper.data import load_split
-from recipes.paper.images import Batches as ImageBatches
-from recipes.paper.images import Source, load_images
+from recipes.paper.images import Batches as ImageBatches, Source, load_images
 from recipes.paper.roberta import cross_entropy
 from recipes.paper.roberta_prompts import read_the_mean
 from recipes.subspace.energies import DATA, PUBLIC, SYNTHETIC, measure

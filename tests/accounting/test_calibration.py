@@ -27,8 +27,8 @@ from dp_grape_hf.accounting import (
     compute_epsilon,
     expected_steps_per_epoch,
     find_noise_multiplier,
+    rdp as renyi,
 )
-from dp_grape_hf.accounting import rdp as renyi
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.accounting.rdp import Block
 from dp_grape_hf.errors import PrivacyError

@@ -25,8 +25,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
-from dp_grape_hf.ledger import earlier as continuing
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, earlier as continuing, find_earlier
 from dp_grape_hf.ledger.entries import OTHER_DATA, SAME_DATA
 from dp_grape_hf.publishing import MISMATCH, render, verify
 from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub

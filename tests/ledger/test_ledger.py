@@ -18,8 +18,7 @@ from dp_grape_hf.accounting import Releases, compose_epsilon
 from dp_grape_hf.accounting.accountants import PRV
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release
-from dp_grape_hf.ledger import ledger as ledger_module
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release, ledger as ledger_module
 from dp_grape_hf.ledger.entries import SCHEMA_VERSION
 from dp_grape_hf.ledger.record import LEFT_OUT_IF_NONE, MAY_CHANGE_ON_RESUME
 from dp_grape_hf.ledger.storage import FILE_VERSION

@@ -10,8 +10,12 @@ import torch
 from torch.utils.data import DataLoader
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.mechanism import noise_generator, secret_generator, shared_sampling_generator
-from dp_grape_hf.mechanism import streams as streams_module
+from dp_grape_hf.mechanism import (
+    noise_generator,
+    secret_generator,
+    shared_sampling_generator,
+    streams as streams_module,
+)
 from dp_grape_hf.mechanism.noise import add_noise_, add_noise_at_once_
 from dp_grape_hf.projections import round_at_random, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for

@@ -30,8 +30,8 @@ from dp_grape_hf.memory import (
     Timeline,
     fake_tensors,
     prepared,
+    simulate as simulate_step,
 )
-from dp_grape_hf.memory import simulate as simulate_step
 from dp_grape_hf.memory.planning import MOST_SAMPLES, largest_batch
 from dp_grape_hf.memory.step import DP_ADAM, compared
 from dp_grape_hf.memory.timeline import (

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from dp_grape_hf.accounting import Releases, calibration
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.gradients import Dense, Gradients, replay, units
-from dp_grape_hf.gradients import forms as representations
+from dp_grape_hf.gradients import Dense, Gradients, forms as representations, replay, units
 from dp_grape_hf.gradients.checks import (
     draws,
     sketches,
@@ -38,9 +37,9 @@ from dp_grape_hf.mechanism import (
     Turns,
     clipping,
     collation,
+    release as engine,
     sampling,
 )
-from dp_grape_hf.mechanism import release as engine
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, Gathered, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer

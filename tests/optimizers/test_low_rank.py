@@ -16,8 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import functions, make_engine
 from dp_grape_hf.memory.timeline import Timeline
-from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
-from dp_grape_hf.optimizers import projected as optimizer_module
+from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam, projected as optimizer_module
 from dp_grape_hf.projections import ProjectionSchedule, Projector
 from tests.models.matrix import projectors_for
 from tests.support.models import only

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import ProjectedAdam
-from dp_grape_hf.optimizers import projected as optimizer_module
+from dp_grape_hf.optimizers import ProjectedAdam, projected as optimizer_module
 from tests.support.optimizers import (
     Parameters,
     assert_same,

@@ -31,8 +31,7 @@ from dp_grape_hf.accounting import (
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism
-from dp_grape_hf.ledger import ledger as ledger_module
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism, ledger as ledger_module
 from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
 from dp_grape_hf.publishing.model_files import ADAPTER, digests, is_weights
 from dp_grape_hf.publishing.statement import BEGIN, END, TAG

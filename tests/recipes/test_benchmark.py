@@ -14,10 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from recipes.benchmark import __main__ as benchmark
-from recipes.benchmark import kernels
-from recipes.benchmark import methods as benchmark_methods
-from recipes.benchmark import timing as benchmark_timing
+from recipes.benchmark import (
+    __main__ as benchmark,
+    kernels,
+    methods as benchmark_methods,
+    timing as benchmark_timing,
+)
 from recipes.benchmark.methods import METHODS, OPACUS, USUAL, OpacusTraining
 from recipes.benchmark.models import OPT, ROBERTA, VIT, Setting
 from recipes.benchmark.timing import as_markdown, measure, ratio, remarks

@@ -11,8 +11,7 @@ import torch
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
-from recipes.gpu_report import __main__ as gpu_report
-from recipes.gpu_report import loader
+from recipes.gpu_report import __main__ as gpu_report, loader
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.models import MODELS, WORDS
 from recipes.gpu_report.table import as_markdown

@@ -10,8 +10,7 @@ import torch
 from recipes.paper import singular_values
 from recipes.paper.opt import choice_loss, score_answers
 from recipes.paper.opt_tasks import Collator
-from tests.support import images as mnist
-from tests.support import questions
+from tests.support import images as mnist, questions
 from tests.support.models import only
 from tests.support.oracles import single_sample_gradients
 

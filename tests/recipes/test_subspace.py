@@ -27,8 +27,7 @@ from recipes.subspace.energies import (
     summary,
 )
 from recipes.subspace.rendering import as_markdown, read_results
-from tests.support import images as mnist
-from tests.support import questions
+from tests.support import images as mnist, questions
 from tests.support.models import only
 
 

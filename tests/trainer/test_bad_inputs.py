@@ -20,8 +20,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.arguments import DPGrapeArguments

@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.ledger import ledger as ledger_module
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, ledger as ledger_module
 from dp_grape_hf.publishing import publisher as publisher_module
 from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import freeze_unused, loss_for, make_engine
-from dp_grape_hf.gradients import refuse_reached as refuse
+from dp_grape_hf.gradients import freeze_unused, loss_for, make_engine, refuse_reached as refuse
 from dp_grape_hf.projections import synthetic_batches
 from tests.models.zoo import FAMILIES, WIDE, Row, rows
 from tests.support.marks import slow_but
