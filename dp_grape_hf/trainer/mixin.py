@@ -663,10 +663,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """
         loss_of_model = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
         plain = METHODS[self.args.method].query is None and self._sharding is None
-        if not (loss_of_model and plain and self.args.chooses) or self._has_no_rows():
+        if not (loss_of_model and plain) or self._has_no_rows():
             return
         loss = self._known_loss()
-        if loss is not None:
+        if isinstance(loss, ReturnedLoss) or (loss is not None and self.args.chooses):
             from_first(partial(self._run_one_example, loss))
 
     def _has_no_rows(self) -> bool:

@@ -37,6 +37,7 @@ def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(principal, "_TURNS", 100)  # random weights have no few directions
     for module in (principal, probes):  # which are worse conditioned on fewer tokens
         monkeypatch.setattr(module, "TOKENS", 1024)
+    monkeypatch.setattr(principal, "_MOST_KEPT", 2**20)
     data, adapted, plain = examples_of("llama", 24), principal_adapter(llama(), 2), llama()
     moved = {
         name.removeprefix("base_model.model.").replace(".lora_B.default", "")
