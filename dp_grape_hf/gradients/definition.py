@@ -11,6 +11,7 @@ second half of this module makes the code of transformers traceable.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +31,17 @@ from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
-from dp_grape_hf.gradients.rows import batch_size_of
+from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
+from dp_grape_hf.gradients.rows import batch_size_of, rows_of, running_alone
 from dp_grape_hf.gradients.stand_ins import (
+    call_for_one,
     call_in_coordinates,
     outside_vmap,
     zero_coordinates,
 )
 from dp_grape_hf.projections import Projector
+
+logger = logging.getLogger(__name__)
 
 
 class NotVectorisedError(UnsupportedModelError):
@@ -48,6 +53,7 @@ class FunctorchEngine(PerSampleEngine):
 
     grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
     isolates_samples = True
+    _loops = False  # whether the model runs for one sample after another
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -72,6 +78,53 @@ class FunctorchEngine(PerSampleEngine):
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
         """Return losses (B,) and the gradients of the parameters that the pass used."""
+        if not self._loops:
+            try:
+                return self._vectorised(inputs, projectors)
+            except NotVectorisedError as error:
+                if not isinstance(self.loss, ReturnedLoss):  # the other engine may run it
+                    raise
+                self._loops = True
+                logger.warning(
+                    "%s. It runs for one example after another instead. The gradients are exact, "
+                    "but a physical batch of B examples takes about B times as long.",
+                    f"{error}".partition(". ")[0],
+                )
+        return self._one_by_one(inputs, projectors)
+
+    def _one_by_one(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
+        """Return the same as ``_vectorised``, from one pass for each sample."""
+        losses: list[Tensor] = []
+        found: dict[str, list[Tensor | None]] = {name: [] for name in self.trainable}
+        for row in range(batch_size_of(inputs)):
+            batch = rows_of(inputs, slice(row, row + 1))
+            z = {n: zero_coordinates(w, projectors.get(n), 1) for n, w in self.trainable.items()}
+            with torch.enable_grad(), running_alone(row):
+                one = {name: coordinates[0] for name, coordinates in z.items()}
+                run = partial(self._loss_of_one, batch)
+                loss = call_for_one(self.model, run, one, projectors, (), {})
+                gradients = torch.autograd.grad(loss, list(z.values()), allow_unused=True)
+            losses.append(loss.detach())
+            for name, gradient in zip(z, gradients, strict=True):
+                found[name].append(gradient)
+        used = {name: _first_given(of_rows) for name, of_rows in found.items()}
+        return torch.stack(losses), {
+            name: Dense(
+                torch.cat([torch.zeros_like(like) if g is None else g for g in found[name]])
+            )
+            for name, like in used.items()
+            if like is not None
+        }
+
+    def _loss_of_one(self, batch: Inputs) -> Tensor:
+        return self.losses(batch)[0]
+
+    def _vectorised(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
+        """Return losses and gradients from one pass under ``torch.func.vmap``."""
         batch_size = batch_size_of(inputs)
         samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         constants = {key: value for key, value in inputs.items() if key not in samples}
@@ -118,6 +171,10 @@ class FunctorchEngine(PerSampleEngine):
                 "backward pass (gradient checkpointing). vmap does not support that. Set "
                 'gradient_checkpointing=False, or use engine="layerwise".'
             ) from error
+
+
+def _first_given(values: list[Tensor | None]) -> Tensor | None:
+    return next((value for value in values if value is not None), None)
 
 
 # ---- Running the code of transformers models under vmap over the samples ----

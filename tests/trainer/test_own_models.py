@@ -51,6 +51,18 @@ class Words(nn.Module):
         return answer(self.head(self.body(mean).relu()), labels)
 
 
+class Recurrent(nn.Module):
+    """Reads a text by an LSTM, whose kernel ``vmap`` does not support."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.cells = nn.Embedding(WORDS, 8), nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+        return answer(self.head(self.cells(self.table(ids))[0].mean(1)), labels)
+
+
 class Towers(nn.Module):
     """The similarity of two inputs: its last layer is no head."""
 
@@ -164,6 +176,27 @@ def test_a_modules_loss_equals_its_loss_for_one_example() -> None:
         expected = torch.autograd.grad(loss, model.net.weight)[0]
         torch.testing.assert_close(losses[i], loss.detach())
         torch.testing.assert_close(gradients["net.weight"].dense().values[i], expected)
+
+
+def test_a_module_that_vmap_cannot_run_runs_for_one_example_after_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    model, rows = Recurrent(), [words_row(i) for i in range(3)]
+    rows = [{"ids": row["ids"], "labels": torch.tensor(row["labels"])} for row in rows]
+    batch = {n: torch.stack([row[n] for row in rows]) for n in rows[0]}
+    losses, gradients = per_sample_gradients(model, batch)
+    for i in range(3):
+        loss = model(**{name: value[i : i + 1] for name, value in batch.items()})["loss"]
+        torch.testing.assert_close(losses[i], loss.detach())
+        expected = torch.autograd.grad(loss, list(model.parameters()))
+        for (name, _), gradient in zip(model.named_parameters(), expected, strict=True):
+            torch.testing.assert_close(gradients[name].dense().values[i], gradient)
+    assert "one example after another" in caplog.text
+    trainer = trainer_of(tmp_path, model, words_row)
+    before = weights_of(model)
+    trainer.train()
+    assert all(not torch.equal(before[name], now) for name, now in weights_of(model).items())
 
 
 def test_a_module_without_a_loss_is_refused_with_remedy(tmp_path: Path) -> None:
