@@ -178,7 +178,7 @@ def test_a_modules_loss_equals_its_loss_for_one_example() -> None:
         torch.testing.assert_close(gradients["net.weight"].dense().values[i], expected)
 
 
-def test_a_module_that_vmap_cannot_run_runs_for_one_example_after_another(
+def test_code_that_vmap_refuses_runs_one_example_at_a_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
