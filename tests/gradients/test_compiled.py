@@ -74,6 +74,7 @@ def test_compiled_gradients_equal_those_of_single_samples(
     assert graphs() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta-classifier", pytest.param("opt", marks=SLOW)])
 def test_gradients_are_exact_after_a_process_group_was_destroyed(name: str) -> None:
     """The tracer then does not see what takes the place of ``functional.embedding``."""
@@ -89,6 +90,7 @@ def test_gradients_are_exact_after_a_process_group_was_destroyed(name: str) -> N
     assert not engine._compiled.refused
 
 
+@pytest.mark.slow
 def test_rows_have_the_dropout_that_they_would_have_without() -> None:
     case = only("roberta-classifier")
     model = case.model().train()

@@ -108,7 +108,7 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
                 Setting(DP_GRAPE, 8, dtype=torch.bfloat16),
             )
         ),
-        ("roberta", Setting(DP_GRAPE, 8)),
+        pytest.param("roberta", Setting(DP_GRAPE, 8), marks=SLOW),
         *(
             pytest.param("roberta", setting, marks=SLOW)
             for setting in (
@@ -118,7 +118,7 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
                 Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST),
             )
         ),
-        ("vit", Setting(DP_GRAPE, 8)),
+        pytest.param("vit", Setting(DP_GRAPE, 8), marks=SLOW),
     ],
 )
 def test_a_simulated_step_uses_the_memory_of_a_real_one(family: str, setting: Setting) -> None:
@@ -246,6 +246,7 @@ def test_activations_are_computed_again_where_a_gpu_is_simulated() -> None:
     assert peak(True) == simulate(config, setting).total < peak(False)
 
 
+@pytest.mark.slow
 def test_summed_gradients_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat, "MOST", 0)
     small_batch = simulate("opt", Setting(DP_ADAM, 1), length=2)

@@ -192,6 +192,7 @@ def test_adapters_and_correlated_noise_are_measured() -> None:
     assert all("rounds" in result for result in results.values())
 
 
+@pytest.mark.slow
 def test_kernels_are_counted_for_each_method(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,7 @@ def test_one_probe_of_each_model_comes_first() -> None:
     assert len({str(row) for row in gpu_report.rows()}) == len(gpu_report.rows())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_steps_of_each_kind_stand_beside_those_of_adamw(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
