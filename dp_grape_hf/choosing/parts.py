@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
+from dp_grape_hf.errors import ERRORS
 from dp_grape_hf.projections import MATRIX_LAYERS, accepted, on_inputs, output_embeddings
 
 _OVER_RESIDUAL = 10.0  # size of the average, relative to the residual of the first position
@@ -125,6 +126,7 @@ def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
                     lambda module, given, named, seen=seen: seen(given, named), with_kwargs=True
                 )
                 stack.callback(hook.remove)
+        stack.enter_context(suppress(*ERRORS))  # some code cannot run with zeros
         functional_call(model, zeros, (), accepted(model, batch))
     return sorted(found)
 

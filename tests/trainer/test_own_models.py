@@ -335,6 +335,18 @@ def test_heads_and_layers_that_read_numbers_are_not_projected(
     assert [*trainer.private_run.ranks] == [f"{name}.weight" for name in projected]
 
 
+def test_a_module_that_fails_with_zero_weights_can_be_trained(tmp_path: Path) -> None:
+    class Inverting(Deep):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+            scale = torch.linalg.inv(self.hidden.weight.detach().T @ self.hidden.weight.detach())
+            return super().forward(x * scale.trace().tanh(), labels)
+
+    torch.manual_seed(0)
+    trainer = trainer_of(tmp_path, Inverting(), numbers_row, projection_rank=2)
+    trainer.train()
+    assert "first.weight" in trainer.private_run.ranks
+
+
 def test_a_module_that_cannot_be_measured_trains_by_norms(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
