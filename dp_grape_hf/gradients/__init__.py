@@ -22,6 +22,7 @@ from dp_grape_hf.gradients.checks.guards import (
     keeping_configs as keeping_configs,
     keeping_random_state as keeping_random_state,
     seed_all as seed_all,
+    without_checkpointing as without_checkpointing,
 )
 from dp_grape_hf.gradients.checks.sketches import tolerance_for as tolerance_for
 from dp_grape_hf.gradients.checks.spot_checks import SpotCheckedEngine as SpotCheckedEngine

@@ -28,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
+from dp_grape_hf.gradients.checks.guards import without_checkpointing
 from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
@@ -78,9 +79,36 @@ class FunctorchEngine(PerSampleEngine):
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
         """Return losses (B,) and the gradients of the parameters that the pass used."""
+        batch_size = batch_size_of(inputs)
+        captured: dict[str, list[Single]] = defaultdict(list)
+        coordinates = {
+            name: zero_coordinates(weight, projectors.get(name), batch_size)
+            for name, weight in self.trainable.items()
+        }
+        with torch.enable_grad():
+            losses = self._losses_at(coordinates, inputs, projectors, captured)
+            with self._refusing_checkpointing():
+                leaves = list(coordinates.values())
+                gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        for name, gradient in zip(coordinates, gradients, strict=True):
+            if gradient is not None:
+                captured[name].append(Dense(gradient))
+        return losses.detach(), {name: add(uses) for name, uses in captured.items()}
+
+    def _losses_at(
+        self,
+        coordinates: dict[str, Tensor],
+        inputs: Inputs,
+        projectors: Mapping[str, Projector],
+        captured: dict[str, list[Single]],
+    ) -> Tensor:
+        """Return the losses (B,) as functions of the coordinates of each sample.
+
+        The backward pass adds gradients in other forms than that of coordinates to ``captured``.
+        """
         if not self._loops:
             try:
-                return self._vectorised(inputs, projectors)
+                return self._vectorised(coordinates, inputs, projectors, captured)
             except NotVectorisedError as error:
                 if not isinstance(self.loss, ReturnedLoss):  # the other engine may run it
                     raise
@@ -90,49 +118,25 @@ class FunctorchEngine(PerSampleEngine):
                     "but a physical batch of B examples takes about B times as long.",
                     f"{error}".partition(". ")[0],
                 )
-        return self._one_by_one(inputs, projectors)
-
-    def _one_by_one(
-        self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Return the same as ``_vectorised``, from one pass for each sample."""
-        losses: list[Tensor] = []
-        found: dict[str, list[Tensor | None]] = {name: [] for name in self.trainable}
-        for row in range(batch_size_of(inputs)):
-            batch = rows_of(inputs, slice(row, row + 1))
-            z = {n: zero_coordinates(w, projectors.get(n), 1) for n, w in self.trainable.items()}
-            with torch.enable_grad(), running_alone(row):
-                one = {name: coordinates[0] for name, coordinates in z.items()}
-                run = partial(self._loss_of_one, batch)
-                loss = call_for_one(self.model, run, one, projectors, (), {})
-                gradients = torch.autograd.grad(loss, list(z.values()), allow_unused=True)
-            losses.append(loss.detach())
-            for name, gradient in zip(z, gradients, strict=True):
-                found[name].append(gradient)
-        used = {name: _first_given(of_rows) for name, of_rows in found.items()}
-        return torch.stack(losses), {
-            name: Dense(
-                torch.cat([torch.zeros_like(like) if g is None else g for g in found[name]])
-            )
-            for name, like in used.items()
-            if like is not None
-        }
-
-    def _loss_of_one(self, batch: Inputs) -> Tensor:
-        return self.losses(batch)[0]
+        losses = []
+        by_sample = zip(*(z.unbind() for z in coordinates.values()), strict=True)
+        for row, of_sample in enumerate(by_sample):
+            one = dict(zip(coordinates, of_sample, strict=True))
+            run = partial(self.losses, rows_of(inputs, slice(row, row + 1)))
+            with running_alone(row):
+                losses.append(call_for_one(self.model, run, one, projectors, (), {}))
+        return torch.cat(losses)
 
     def _vectorised(
-        self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Return losses and gradients from one pass under ``torch.func.vmap``."""
-        batch_size = batch_size_of(inputs)
+        self,
+        coordinates: dict[str, Tensor],
+        inputs: Inputs,
+        projectors: Mapping[str, Projector],
+        captured: dict[str, list[Single]],
+    ) -> Tensor:
+        """Return the losses of ``_losses_at`` from one pass under ``torch.func.vmap``."""
         samples = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
         constants = {key: value for key, value in inputs.items() if key not in samples}
-        captured: dict[str, list[Single]] = defaultdict(list)
-        coordinates = {
-            name: zero_coordinates(weight, projectors.get(name), batch_size)
-            for name, weight in self.trainable.items()
-        }
 
         def one(coordinates: dict[str, Tensor], sample: dict[str, Tensor]) -> Tensor:
             batch = {**{key: value[None] for key, value in sample.items()}, **constants}
@@ -147,16 +151,8 @@ class FunctorchEngine(PerSampleEngine):
 
         label = f"the model ({type(self.model).__name__})"
         plain = partial(self.losses, inputs)
-        with torch.enable_grad():
-            with refusing_dynamic_code(label, plain), vmap_safe(self.model):
-                losses = vmap(one, randomness="different")(coordinates, samples)
-            with self._refusing_checkpointing():
-                leaves = list(coordinates.values())
-                gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
-        for name, gradient in zip(coordinates, gradients, strict=True):
-            if gradient is not None:
-                captured[name].append(Dense(gradient))
-        return losses.detach(), {name: add(uses) for name, uses in captured.items()}
+        with refusing_dynamic_code(label, plain), vmap_safe(self.model):
+            return vmap(one, randomness="different")(coordinates, samples)
 
     @contextlib.contextmanager
     def _refusing_checkpointing(self) -> Iterator[None]:
@@ -171,10 +167,6 @@ class FunctorchEngine(PerSampleEngine):
                 "backward pass (gradient checkpointing). vmap does not support that. Set "
                 'gradient_checkpointing=False, or use engine="layerwise".'
             ) from error
-
-
-def _first_given(values: list[Tensor | None]) -> Tensor | None:
-    return next((value for value in values if value is not None), None)
 
 
 # ---- Running the code of transformers models under vmap over the samples ----
@@ -207,30 +199,25 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedModelError: if the model has stored a sample's tensor in a buffer.
     """
-    modules = list(model.modules())
     configs = {
         id(config): config
-        for module in modules
+        for module in model.modules()
         if (config := getattr(module, "config", None)) is not None
         and re.search("flash|flex", getattr(config, "_attn_implementation", None) or "")
     }.values()
     before = [config._attn_implementation for config in configs]
-    checkpointed = [m for m in modules if vars(m).get("gradient_checkpointing")]
     masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # takes precedence over registered ones
     masks_before = dict(masks)
     full = {name: _in_full(build) for name, build in ALL_MASK_ATTENTION_FUNCTIONS.items()}
     try:
         for config in configs:  # the property would set inner configurations as well
             config._attn_implementation_internal = "sdpa"
-        for module in checkpointed:
-            vars(module)["gradient_checkpointing"] = False
         masks.update(full)
-        yield
+        with without_checkpointing(model):
+            yield
     finally:
         masks.clear()
         masks.update(masks_before)
-        for module in checkpointed:
-            vars(module)["gradient_checkpointing"] = True
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation_internal = implementation
     for name, buffer in model.named_buffers():

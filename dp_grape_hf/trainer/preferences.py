@@ -11,14 +11,13 @@ Needs ``pip install 'dp_grape_hf[sft]'``.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer
 
 from dp_grape_hf.arguments import DPGrapeArguments, accepts_short_names
@@ -32,6 +31,7 @@ from dp_grape_hf.gradients import (
     by_halves,
     evaluating,
     side_by_side,
+    without_checkpointing,
 )
 from dp_grape_hf.trainer.sft import REFUSED_IF_SET, TRLArguments, TRLMixin
 
@@ -52,24 +52,6 @@ REFUSED_OF_DPO = {
     "ld_alpha": "the loss of single pairs does not support weights of long texts; leave it out",
 }
 """Name of an option of ``DPOConfig`` -> why it is not supported, and what to do instead."""
-
-
-@contextmanager
-def _not_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Switch gradient checkpointing off inside.
-
-    TRL would switch it off and on again for each batch. Each time, transformers adds hooks to the
-    model, and a model that changes with private examples is refused.
-    """
-    modules: list[Any] = [*model.modules()]
-    on = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
-    try:
-        for module in on:
-            module.gradient_checkpointing = False
-        yield
-    finally:
-        for module in on:
-            module.gradient_checkpointing = True
 
 
 def _pairs(collator: Callable[[list[Any]], Any], examples: list[Any]) -> dict[str, Any]:
@@ -222,7 +204,7 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
         if self.precompute_ref_logps:
             reference = inputs.pop("ref_chosen_logps"), inputs.pop("ref_rejected_logps")
         else:
-            with evaluating(self.model), _not_checkpointing(self.model):
+            with evaluating(self.model), without_checkpointing(self.model):
                 model = self.ref_model or self.model
                 reference = self.compute_ref_log_probs(model, by_halves(inputs))
         return {**inputs, REFERENCE: torch.stack(reference, 1)}
@@ -231,5 +213,7 @@ class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
         """Return the loss of TRL, with the reference under the names that TRL reads."""
         names = ("ref_chosen_logps", "ref_rejected_logps")
         reference = dict(zip(names, inputs.pop(REFERENCE).chunk(2), strict=True))
-        with _not_checkpointing(model):
+        # TRL would switch checkpointing off and on again for each batch. Each time, transformers
+        # adds hooks to the model, and a model that changes with private examples is refused.
+        with without_checkpointing(model):
             return super()._loss_of_trl(model, {**inputs, **reference})

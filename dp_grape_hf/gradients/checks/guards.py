@@ -157,6 +157,19 @@ def keeping_configs(configs: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch gradient checkpointing off inside, without a change of the model's hooks."""
+    checkpointed = [m for m in model.modules() if vars(m).get("gradient_checkpointing")]
+    try:
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = False
+        yield
+    finally:
+        for module in checkpointed:
+            vars(module)["gradient_checkpointing"] = True
+
+
+@contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Set training or evaluation mode inside, and restore modes and configurations afterwards."""
     before = [(module, module.training) for module in model.modules()]
