@@ -113,7 +113,7 @@ def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
     zeros = {n: w.new_zeros(()).expand(w.shape) for n, w in weights.items()}
     found: set[str] = set()
 
-    def note(name: str, given: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def note(name: str, module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         tensors = [x.nan_to_num() for x in (*given, *named.values()) if isinstance(x, Tensor)]
         if any((x != x[:1]).any() for x in tensors if x.dim()):
             found.add(name)
@@ -121,10 +121,7 @@ def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if isinstance(module, MATRIX_LAYERS):
-                seen = partial(note, name)
-                hook = module.register_forward_pre_hook(
-                    lambda module, given, named, seen=seen: seen(given, named), with_kwargs=True
-                )
+                hook = module.register_forward_pre_hook(partial(note, name), with_kwargs=True)
                 stack.callback(hook.remove)
         stack.enter_context(suppress(*ERRORS))  # some code cannot run with zeros
         functional_call(model, zeros, (), accepted(model, batch))

@@ -160,9 +160,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Elements of a weight that have a float32 copy at a time; None: depends on the device."""
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        self._separate: dict[
-            nn.Parameter, Projector
-        ] = {}  # projectors of separately stored updates
+        # Projectors of separately stored updates
+        self._separate: dict[nn.Parameter, Projector] = {}
         self._flat: Tensor | None = None  # concatenated private gradients
         self._places: Mapping[nn.Parameter, Place] = {}
         self._laid_out: _LaidOut | None = None

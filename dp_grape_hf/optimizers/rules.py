@@ -9,6 +9,7 @@ a vector that concatenates many weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,18 +30,18 @@ class UpdateRule(NamedTuple):
     Args:
         name: the value of the option ``update_rule``.
         optimizer: the class in torch.
-        counts_steps: whether this class counts the steps in its state.
-        fixed: arguments of the class with fixed values.
         moments: name of a state tensor -> the power of the gradient that it averages.
         settings: arguments of the class that a parameter group may set, in addition to ``lr``.
+        fixed: arguments of the class with fixed values.
+        counts_steps: whether this class counts the steps in its state.
     """
 
     name: str
     optimizer: type[torch.optim.Optimizer]
-    counts_steps: bool
-    fixed: Mapping[str, Any]
-    moments: Mapping[str, int]
-    settings: Mapping[str, Setting]
+    moments: Mapping[str, int] = MappingProxyType({})
+    settings: Mapping[str, Setting] = MappingProxyType({})
+    fixed: Mapping[str, Any] = MappingProxyType({})
+    counts_steps: bool = True
 
     def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a value for every setting: the given one or the default.
@@ -108,9 +109,8 @@ def moved_from_zero(
 _ADAM = UpdateRule(
     "adam",
     torch.optim.AdamW,
-    counts_steps=True,
-    fixed={"fused": True, "weight_decay": 0.0},
     moments={"exp_avg": 1, "exp_avg_sq": 2},
+    fixed={"fused": True, "weight_decay": 0.0},
     settings={
         "betas": Setting(
             (0.9, 0.999),
@@ -120,12 +120,11 @@ _ADAM = UpdateRule(
         "eps": Setting(1e-8, lambda eps: eps >= 0, "a number of at least 0"),
     },
 )
-_SGD = UpdateRule("sgd", torch.optim.SGD, counts_steps=False, fixed={}, moments={}, settings={})
+_SGD = UpdateRule("sgd", torch.optim.SGD, counts_steps=False)
 _MOMENTUM = UpdateRule(
     "momentum",
     torch.optim.SGD,
     counts_steps=False,
-    fixed={},
     moments={"momentum_buffer": 1},
     settings={
         "momentum": Setting(
@@ -133,17 +132,8 @@ _MOMENTUM = UpdateRule(
         )
     },
 )
-_RMSPROP = UpdateRule(
-    "rmsprop",
-    torch.optim.RMSprop,
-    counts_steps=True,
-    fixed={},
-    moments={"square_avg": 2},
-    settings={},
-)
-_ADAGRAD = UpdateRule(
-    "adagrad", torch.optim.Adagrad, counts_steps=True, fixed={}, moments={"sum": 2}, settings={}
-)
+_RMSPROP = UpdateRule("rmsprop", torch.optim.RMSprop, moments={"square_avg": 2})
+_ADAGRAD = UpdateRule("adagrad", torch.optim.Adagrad, moments={"sum": 2})
 _RULES = _ADAM, _SGD, _MOMENTUM, _RMSPROP, _ADAGRAD
 UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 """Value of the option ``update_rule`` -> rule."""
