@@ -4,7 +4,7 @@
 
 writes a folder ``pairs_answers`` of ``<split>.jsonl`` files: a question, and the sentence that has
 its answer (0), another sentence of the same paragraph (1), or a sentence of another article (2).
-The splits are those of the data, which share no article.
+Each split is made from the same split of the data. The splits share no article.
 """
 
 from __future__ import annotations
