@@ -306,11 +306,10 @@ OPTIONS: dict[str, Option] = {
         of_host=True,
     ),
     # The computation
-    "grad_sample_mode": one_of("auto", "ghost", "book_keeping", "materialise").option(
+    "grad_sample_mode": one_of("auto", "materialise").option(
         "The form of per-example gradients; the private update is the same. `auto`: for each layer "
-        "the form that takes the least memory. `ghost`: gradients are not stored; one backward "
-        "pass measures their norms, and a second one adds them up. `book_keeping`: factors. "
-        "`materialise`: the gradient of every weight for every example.",
+        "the form that takes the least memory (book-keeping). `materialise`: the gradient of every "
+        "weight for every example.",
         "auto",
     ),
     "engine": one_of("functorch", "layerwise").option(

@@ -18,7 +18,7 @@ from transformers.training_args import OptimizerNames
 from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import ENGINES, GradSampleMode
+from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 
 # ---- Contradictions between options of this package ----
@@ -94,19 +94,12 @@ def _refuse_method(args: Any) -> None:
 
 
 def _refuse_modes(args: Any) -> None:
-    """Refuse a ``grad_sample_mode`` that the method or the engine does not have."""
-    mode, row = args.grad_sample_mode, METHODS[args.method]
-    if mode == GradSampleMode.AUTO:
-        return
-    if row.query is not None:
+    """Refuse a ``grad_sample_mode`` of a method without per-sample gradients."""
+    mode = args.grad_sample_mode
+    if mode != GradSampleMode.AUTO and METHODS[args.method].query is not None:
         raise PrivacyError(
             f"grad_sample_mode={mode!r} has no effect: method={args.method!r} computes no "
             "per-sample gradients. Leave it out."
-        )
-    if mode not in ENGINES[args.engine].grad_sample_modes:
-        raise PrivacyError(
-            f"grad_sample_mode={mode!r} is not a mode of engine={args.engine!r}. Choose one "
-            f"of: {', '.join(ENGINES[args.engine].grad_sample_modes)}."
         )
 
 
@@ -121,9 +114,6 @@ def _refuse_compilation(args: Any) -> None:
         f"method={args.method!r} computes no per-sample gradients": row.query is not None,
         f"engine={args.engine!r} runs the model under torch.func, which is not compiled": (
             args.engine != "layerwise"
-        ),
-        "grad_sample_mode='ghost' runs two backward passes": (
-            args.grad_sample_mode == GradSampleMode.GHOST
         ),
         "fsdp gathers weights between layers": bool(args.fsdp),
     }

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.gradients.flat import Piece
 from dp_grape_hf.gradients.layers import (
     Forward,
     Shapes,
@@ -174,8 +175,8 @@ class CompiledModel:
         run: Pass,
         plans: Plans,
         losses_of: Callable[[Mapping[str, Any], Callable[..., Any]], Tensor],
-    ) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return losses (B,), gradients (B, D), and gradients that are not in the layout.
+    ) -> tuple[Tensor, dict[Piece, Tensor]]:
+        """Return losses (B,) and the gradients of pieces of the layout; ``run`` has the others.
 
         Args:
             inputs: B samples.
@@ -221,7 +222,7 @@ class CompiledModel:
             for name, part in run.take(layer.site, saved, gradient, early).items():
                 piece = plans.layout.places[name].piece
                 parts[piece] = parts[piece] + part if piece in parts else part
-        return losses.detach(), *run.together(parts)
+        return losses.detach(), parts
 
     def _connect(self, plans: Plans, run: Pass, shapes: Shapes) -> None:
         """Prepare the layers for these projections and shapes of samples."""

@@ -30,8 +30,9 @@ from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.guards import without_checkpointing
 from dp_grape_hf.gradients.checks.sketches import Sketches
-from dp_grape_hf.gradients.engine import Gradients, GradSampleMode, Inputs, PerSampleEngine
-from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
+from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine
+from dp_grape_hf.gradients.flat import FlatGradients
+from dp_grape_hf.gradients.forms import Dense, Single
 from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of, running_alone
 from dp_grape_hf.gradients.stand_ins import (
@@ -52,18 +53,14 @@ class NotVectorisedError(UnsupportedModelError):
 class FunctorchEngine(PerSampleEngine):
     """The engine that vectorises one sample's loss over the samples; see the module's docstring."""
 
-    grad_sample_modes = (GradSampleMode.AUTO, GradSampleMode.MATERIALISE)
     isolates_samples = True
     _loops = False  # whether the model runs for one sample after another
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         self._examine_once(inputs, projectors)
-        losses, gradients = self._pass(inputs, projectors)
-        left_out = self.trainable.keys() - gradients.keys()
-        gradients |= self.zero_gradients(left_out, losses, projectors)
-        return losses, {name: gradients[name] for name in self.trainable}
+        return self._pass(inputs, projectors)
 
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
         return replay.examine(self, inputs, projectors)
@@ -77,8 +74,8 @@ class FunctorchEngine(PerSampleEngine):
 
     def _pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Return losses (B,) and the gradients of the parameters that the pass used."""
+    ) -> tuple[Tensor, FlatGradients]:
+        """Return losses (B,) and gradients, which are zero for parameters that were left out."""
         batch_size = batch_size_of(inputs)
         captured: dict[str, list[Single]] = defaultdict(list)
         coordinates = {
@@ -93,7 +90,8 @@ class FunctorchEngine(PerSampleEngine):
         for name, gradient in zip(coordinates, gradients, strict=True):
             if gradient is not None:
                 captured[name].append(Dense(gradient))
-        return losses.detach(), {name: add(uses) for name, uses in captured.items()}
+        losses = losses.detach()
+        return losses, self.laid_out({}, captured, projectors, losses)
 
     def _losses_at(
         self,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import configs_of, evaluating, keeping_configs
 from dp_grape_hf.gradients.checks.sketches import Sketches, computes_in_16_bits, tolerance_for
-from dp_grape_hf.gradients.flat import Layout
-from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single
+from dp_grape_hf.gradients.flat import FlatGradients, Layout, Piece, tables_of
+from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
 from dp_grape_hf.gradients.losses.losses import (
     HeadLoss,
     LabelledPositions,
@@ -42,23 +42,18 @@ from dp_grape_hf.sharding import full_tensor, is_sharded
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
 ROUNDING = 1e-4  # absolute error of a loss in float32
-Consume = Callable[[Gradients], None]
-"""A function that receives the gradients of one group of parameters, which are freed afterwards."""
 
 
 class GradSampleMode(Choice):
     """The representation of per-sample gradients of unprojected weights.
 
-    The private updates are the same in all modes, up to rounding. ``auto`` keeps for each weight
-    the form with the fewest numbers. ``book_keeping`` keeps the factors of every matrix and the
-    rows of every table (Bu et al. 2023). ``materialise`` keeps one gradient of every weight for
-    every sample, as Opacus does with hooks. ``ghost`` keeps no gradients (Li et al. 2021): a first
-    backward pass computes the norms, and a second one over the same graph adds the gradients up.
+    The private updates are the same in both modes, up to rounding. ``auto`` keeps for each weight
+    the form with the fewest numbers: the gradient, or the factors of a matrix or the rows of a
+    table, as book-keeping does (Bu et al. 2023). ``materialise`` keeps one gradient of every
+    weight for every sample, as Opacus does with hooks.
     """
 
     AUTO = "auto"
-    GHOST = "ghost"
-    BOOK_KEEPING = "book_keeping"
     MATERIALISE = "materialise"
 
 
@@ -68,14 +63,13 @@ class PerSampleEngine(ABC):
     Args:
         model: the model; parameters with ``requires_grad`` are trainable.
         loss: ``(outputs, labels) -> (B,)``; None for the loss of the model's head.
-        grad_sample_mode: one of ``grad_sample_modes``; see ``GradSampleMode``.
+        grad_sample_mode: see ``GradSampleMode``.
 
     Raises:
         UnsupportedModelError: if a layer couples the samples, or the loss of the head is not known.
-        PrivacyError: if no parameter is trainable, or the engine does not have that mode.
+        PrivacyError: if no parameter is trainable, or there is no such mode.
     """
 
-    grad_sample_modes: ClassVar[tuple[str, ...]] = (GradSampleMode.AUTO,)
     grad_sample_mode: str = GradSampleMode.AUTO
 
     skips_unlabelled = False
@@ -103,10 +97,9 @@ class PerSampleEngine(ABC):
         loss: LossFunction | None = None,
         grad_sample_mode: str = GradSampleMode.AUTO,
     ) -> None:
-        if grad_sample_mode not in self.grad_sample_modes:
+        if grad_sample_mode not in {*GradSampleMode}:
             raise PrivacyError(
-                f"{grad_sample_mode=} is not a mode of {type(self).__name__}. Choose one of: "
-                f"{', '.join(self.grad_sample_modes)}."
+                f"{grad_sample_mode=} does not exist. Choose one of: {', '.join(GradSampleMode)}."
             )
         self.grad_sample_mode = grad_sample_mode
         self.model = model
@@ -120,13 +113,15 @@ class PerSampleEngine(ABC):
         refuse_modules(model)
         self._configs = configs_of(model)
         self.loss: LossFunction = loss_for(model) if loss is None else loss
-        self.groups = _groups(model, self.trainable)
+        names = {id(parameter): name for name, parameter in self.trainable.items()}
+        self._tables = tables_of(model, names)
+        self._laid_out: tuple[Mapping[str, Projector], Layout] | None = None
         self._examined: dict[bool, int] = {}  # training mode -> rows of the examined batch, up to 2
 
     @abstractmethod
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         """Return losses (B,) and per-sample gradients by parameter name (sensitive).
 
         Args:
@@ -193,9 +188,15 @@ class PerSampleEngine(ABC):
             "engine='layerwise', or remove fsdp."
         )
 
-    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
-        """Return the layout of gradients in one matrix; None if a call does not use one."""
-        return None
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout:
+        """Return the layout of gradients in one matrix.
+
+        Args:
+            projectors: as in a call. Pass another mapping object whenever projectors change.
+        """
+        if self._laid_out is None or self._laid_out[0] is not projectors:
+            self._laid_out = projectors, Layout(self.trainable, projectors, self._tables)
+        return self._laid_out[1]
 
     def add_branches(self, branches: Mapping[nn.Module, Any]) -> None:  # noqa: B027 - optional
         """Receive the branches that add ``lift(Z)`` to the weights of layers.
@@ -211,37 +212,10 @@ class PerSampleEngine(ABC):
     def use(self, step: int) -> None:  # noqa: B027 - optional
         """Receive the number of the logical step, from 0, before its physical batches."""
 
-    def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
-    ) -> Tensor:
-        """Pass the gradients of one group of parameters after another to consumers; return losses.
-
-        A group in ``self.groups`` contains the parameters of one module; modules that share a
-        parameter form one group. Each group is handed out once, and may be freed before the next
-        one is complete. A second consumer receives all groups after the first has received them.
-
-        Args:
-            inputs: as in a call.
-            projectors: as in a call.
-            *consumers: receive the gradients of each group.
-
-        Returns:
-            Losses (B,), sensitive.
-        """
-        losses, gradients = self(inputs, projectors)
-        for consume in consumers:
-            for group in self.groups:
-                consume({name: gradients[name] for name in group})
-        return losses
-
     def in_form(self, gradient: Single) -> Single:
-        """Return the gradient of one use of an unprojected weight in the form of the mode.
-
-        ``ghost`` and ``book_keeping`` leave the form unchanged.
-        """
-        if self.grad_sample_mode == GradSampleMode.AUTO:
-            return gradient.cheapest()
-        return gradient.dense() if self.grad_sample_mode == GradSampleMode.MATERIALISE else gradient
+        """Return the gradient of one use of an unprojected weight in the form of the mode."""
+        materialises = self.grad_sample_mode == GradSampleMode.MATERIALISE
+        return gradient.dense() if materialises else gradient.cheapest()
 
     def losses(self, inputs: Inputs, run: Callable[..., Any] | None = None) -> Tensor:
         """Run the model without labels, and return the per-sample losses (B,).
@@ -344,15 +318,32 @@ class PerSampleEngine(ABC):
         """Return the parameters that a batch may leave out depending on its values (experts)."""
         return set()
 
-    def zero_gradients(
-        self, names: Iterable[str], losses: Tensor, projectors: Mapping[str, Projector]
-    ) -> Gradients:
-        """Return gradients of zero for parameters that a pass left out (by layer drop)."""
-        zero = losses.new_zeros(())
-        return {
-            name: Dense(zero.expand(len(losses), *self.coordinate_shape(name, projectors)))
-            for name in names
-        }
+    def laid_out(
+        self,
+        parts: Mapping[Piece, Tensor],
+        captured: dict[str, list[Single]],
+        projectors: Mapping[str, Projector],
+        like: Tensor,
+    ) -> FlatGradients:
+        """Return gradients in the layout, with zeros for parameters that a pass left out.
+
+        Args:
+            parts: parts of the matrix; see ``Layout.join``.
+            captured: parameter name -> the gradients of its uses, which are added up. They are
+                moved out.
+            projectors: as in a call.
+            like: (B,), on the device of the gradients.
+        """
+        layout, size = self.layout(projectors), len(like)
+        matrix = layout.join(parts, size, like)
+        for name in [name for name in captured if name in layout]:
+            for gradient in captured.pop(name):
+                layout.places[name].of(matrix).add_(gradient.dense().values)
+        others = {name: add(captured.pop(name)) for name in list(captured)}
+        for name in self.trainable.keys() - layout.places.keys() - others.keys():
+            shape = self.coordinate_shape(name, projectors)
+            others[name] = Dense(like.new_zeros(()).expand(size, *shape))
+        return FlatGradients(layout, matrix, others, self.trainable)
 
     @property
     def device(self) -> torch.device:
@@ -379,8 +370,7 @@ class OuterEngine(PerSampleEngine):
     def __init__(self, examples: PerSampleEngine) -> None:  # without the checks of the model
         self.examples = examples
         self.model, self.loss = examples.model, examples.loss
-        self.trainable, self.groups = examples.trainable, examples.groups
-        self.grad_sample_mode = examples.grad_sample_mode
+        self.trainable = examples.trainable
 
     @property
     def observer(self) -> Observer:  # type: ignore[override]
@@ -390,7 +380,7 @@ class OuterEngine(PerSampleEngine):
     def reseeds_host(self) -> bool:  # type: ignore[override]
         return self.examples.reseeds_host
 
-    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout:
         return self.examples.layout(projectors)
 
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
@@ -430,19 +420,6 @@ def _is_compiled(module: nn.Module) -> bool:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
     return wrapped or module._compiled_call_impl is not None
-
-
-def _groups(model: nn.Module, trainable: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Return the names of the trainable parameters, by the modules that own them."""
-    names = {id(p): name for name, p in trainable.items()}
-    group_of: dict[str, list[str]] = {}
-    for module in model.modules():
-        here = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-        earlier = [group_of[name] for name in here if name in group_of]
-        merged = list(dict.fromkeys([n for group in earlier for n in group] + here))
-        group_of.update(dict.fromkeys(merged, merged))
-    groups = {id(group): group for name in trainable for group in [group_of[name]]}
-    return [tuple(group) for group in groups.values()]
 
 
 def keep_laid_out_for_training(model: nn.Module) -> None:

@@ -81,7 +81,6 @@ class Layout:
         weights: name -> trained parameter.
         projectors: name -> projector, for the projected parameters.
         tables: names of the weights of embedding tables.
-        most: the most numbers of an unprojected matrix, or of a table, in the vector.
 
     Attributes:
         size: D.
@@ -92,7 +91,6 @@ class Layout:
         weights: Mapping[str, Tensor],
         projectors: Mapping[str, Projector],
         tables: Iterable[str] = (),
-        most: int = MOST,
     ) -> None:
         self.places: dict[str, Place] = {}
         tables, start = frozenset(tables), 0
@@ -102,32 +100,17 @@ class Layout:
             if projector is not None:
                 shape = projector.coordinate_shape(weight.shape)
             row_each = weight.dim() < 2 or (projector is not None and name not in tables)
-            if not row_each and prod(shape) > most:
+            if not row_each and prod(shape) > MOST:
                 continue
             transposed = projector is not None and projector.side is Side.RIGHT
             stored = shape[::-1] if transposed else shape
             self.places[name] = Place(start, stored, transposed)
             start = self.places[name].stop
         self.size = start
-        self._starting = {place.start: name for name, place in self.places.items()}
 
     def __contains__(self, name: str) -> bool:
         """Return whether a parameter is in the vector."""
         return name in self.places
-
-    def named(self, parts: Mapping[Piece, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and coordinates of the parameters in some parts of the vector.
-
-        Args:
-            parts: piece -> its values, (B, *piece.shape).
-        """
-        for piece, part in parts.items():
-            rows, start = part.reshape(len(part), -1), piece.start
-            while start < piece.stop:
-                name = self._starting[start]
-                place = self.places[name]
-                yield name, place._replace(start=start - piece.start).of(rows)
-                start = place.stop
 
     def join(self, parts: Mapping[Piece, Tensor], batch_size: int, like: Tensor) -> Tensor:
         """Return the matrix (B, D) of some parts; overlapping parts add up, the rest is zero.
@@ -139,7 +122,7 @@ class Layout:
         """
         ordered = sorted(parts, key=lambda piece: piece.start)
         ends = [0, *(piece.stop for piece in ordered)]
-        if [*(piece.start for piece in ordered), self.size] == ends:
+        if parts and [*(piece.start for piece in ordered), self.size] == ends:
             return torch.cat([parts[piece].reshape(batch_size, -1) for piece in ordered], 1)
         joined = like.new_zeros(batch_size, self.size, dtype=torch.float32)
         for piece, part in parts.items():
@@ -212,7 +195,7 @@ class FlatTensors(Mapping[str, Tensor]):
     """Tensors by parameter name; most of them are views of one vector.
 
     Args:
-        layout: the parameters and their parts of the vector; None without a vector.
+        layout: the parameters and their parts of the vector.
         flat: the vector (D,), float32.
         others: the tensors of all other parameters.
         order: the names of all parameters.
@@ -220,33 +203,28 @@ class FlatTensors(Mapping[str, Tensor]):
 
     def __init__(
         self,
-        layout: Layout | None,
-        flat: Tensor | None,
+        layout: Layout,
+        flat: Tensor,
         others: Mapping[str, Tensor],
         order: Collection[str],
     ) -> None:
         self.layout, self.flat, self.others = layout, flat, dict(others)
-        self._places = {} if layout is None else layout.places
         self._order = order
 
     def __getitem__(self, name: str) -> Tensor:
-        if name in self._places:
-            assert self.flat is not None
-            return self._places[name].of(self.flat)
-        return self.others[name]
+        place = self.layout.places.get(name)
+        return self.others[name] if place is None else place.of(self.flat)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
 
     def __len__(self) -> int:
-        return len(self._places) + len(self.others)
+        return len(self.layout.places) + len(self.others)
 
     def in_runs(self, runs: Runs) -> dict[str, Tensor]:
         """Return one tensor for each run, by the name of its first parameter, and all others."""
-        if self.layout is None or self.flat is None:
-            return dict(self)
-        flat = self.flat
-        return {name: flat[part] for name, part in runs.of(self.layout).items()} | self.others
+        parts = runs.of(self.layout).items()
+        return {name: self.flat[part] for name, part in parts} | self.others
 
 
 def tables_of(model: nn.Module, names: Mapping[int, str]) -> frozenset[str]:

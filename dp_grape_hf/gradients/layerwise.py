@@ -1,7 +1,5 @@
 """The layerwise engine: per-sample gradients from one forward and one backward pass of the batch.
 
-With ``grad_sample_mode="ghost"`` there are two backward passes over one graph.
-
 ``layers`` finds the modules that own parameters, and learns how the model calls them. ``passes``
 runs them, with one rule per layer type. This module controls both, and refuses a model whose
 gradients would be wrong.
@@ -10,7 +8,7 @@ gradients would be wrong.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import flat, replay
+from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.guards import evaluating
 from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.compiled import (
@@ -28,9 +26,8 @@ from dp_grape_hf.gradients.compiled import (
     NotCompiledError,
 )
 from dp_grape_hf.gradients.definition import NotVectorisedError
-from dp_grape_hf.gradients.engine import Consume, Gradients, GradSampleMode, Inputs, PerSampleEngine
-from dp_grape_hf.gradients.flat import FlatGradients, Layout, tables_of
-from dp_grape_hf.gradients.forms import PerSampleGradient
+from dp_grape_hf.gradients.engine import GradSampleMode, Inputs, PerSampleEngine
+from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.layers import (
     Sites,
     UnknownTensorError,
@@ -38,7 +35,7 @@ from dp_grape_hf.gradients.layers import (
     shapes_of,
 )
 from dp_grape_hf.gradients.losses.losses import LossFunction
-from dp_grape_hf.gradients.passes import Pass, Stream
+from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.gradients.plans import Branch, Plans
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.gradients.rules import RECOMPUTABLE
@@ -61,7 +58,6 @@ class LayerwiseEngine(PerSampleEngine):
         compilation: how to compile the model; None for no compilation.
     """
 
-    grad_sample_modes = tuple(GradSampleMode)
     skips_unlabelled = True
 
     def __init__(
@@ -78,7 +74,7 @@ class LayerwiseEngine(PerSampleEngine):
         again = RECOMPUTABLE if recompute_activations else ()
         self._activations = [module for module in model.modules() if type(module) in again]
         names = {id(parameter): name for name, parameter in self.trainable.items()}
-        self._sites, self._tables = Sites(model, names), tables_of(model, names)
+        self._sites = Sites(model, names)
         self._plans: Plans | None = None
         self._branches: Mapping[nn.Module, Branch] = {}
         self._compiled: CompiledModel | None = None
@@ -86,14 +82,13 @@ class LayerwiseEngine(PerSampleEngine):
             self._compiled = CompiledModel(model, self._sites, compilation)
             # The number of labels depends on values, which a compiled graph cannot read.
             self.skips_unlabelled = False
-        self._group_of = {name: group for group in self.groups for name in group}
         self._learnt = False  # whether the sample dimensions of tensors are known
         self._learnt_anew = False  # whether calls were learnt since the last examination
         self._looping = 0  # number of modules that run sample by sample
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         self._prepare(inputs, projectors)
         if self._compiled is not None:
             try:
@@ -106,26 +101,13 @@ class LayerwiseEngine(PerSampleEngine):
 
     def _compiled_pass(
         self, compiled: CompiledModel, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         plans = self._plans_for(projectors)
-        if plans is None or self.in_step or compiled.refused:
+        if self.in_step or compiled.refused:
             raise NotCompiledError
         run, shapes = self._make_pass(inputs, projectors, plans), shapes_of(inputs)
-        losses, matrix, others = compiled.differentiate(inputs, shapes, run, plans, self.losses)
-        return self._filled(losses, matrix, others, projectors, plans)
-
-    def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
-    ) -> Tensor:
-        """Pass the gradients of each group to consumers during the backward pass; return losses.
-
-        Each consumer has a separate backward pass over the same graph. So all consumers see the
-        same dropout masks, and no per-sample gradient is stored between two passes.
-        """
-        self._prepare(inputs, projectors)
-        losses = self._pass(inputs, projectors, consumers)[0]
-        self._examine_new_calls(inputs, projectors)
-        return losses
+        losses, parts = compiled.differentiate(inputs, shapes, run, plans, self.losses)
+        return losses, self.laid_out(parts, run.captured, projectors, losses)
 
     def used_by_value(self) -> set[str]:
         return {name for site in self._sites if site.loops for name in site.parameters.values()}
@@ -162,8 +144,6 @@ class LayerwiseEngine(PerSampleEngine):
     def sketch(
         self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
     ) -> Tensor:
-        if self.grad_sample_mode == GradSampleMode.GHOST:
-            return self._pass(inputs, projectors, [sketches])[0]
         losses, gradients = self._pass(inputs, projectors)
         sketches(gradients)
         return losses
@@ -192,20 +172,13 @@ class LayerwiseEngine(PerSampleEngine):
             self._looping = len(looping)
 
     def _pass(
-        self,
-        inputs: Inputs,
-        projectors: Mapping[str, Projector],
-        consumers: Sequence[Consume] = (),
-    ) -> tuple[Tensor, Gradients]:
-        """Return losses (B,) and the gradients of their sum.
-
-        Gradients that a consumer received are not returned. A parameter that this pass left out (by
-        layer drop) has gradient zero.
-        """
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, FlatGradients]:
+        """Return losses (B,) and gradients, which are zero for parameters that were left out."""
         samples = iter(range(batch_size_of(inputs)))
         while True:
             try:
-                return self._try_pass(inputs, projectors, consumers)
+                return self._try_pass(inputs, projectors)
             except NotVectorisedError:  # at most once for each site, which loops from now on
                 if self.in_step:
                     raise
@@ -223,13 +196,9 @@ class LayerwiseEngine(PerSampleEngine):
                 self._learnt_anew = True
 
     def _try_pass(
-        self,
-        inputs: Inputs,
-        projectors: Mapping[str, Projector],
-        consumers: Sequence[Consume],
-    ) -> tuple[Tensor, Gradients]:
-        streams = [Stream(consume, self._uses(), self._group_of) for consume in consumers]
-        plans = None if consumers else self._plans_for(projectors)
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, FlatGradients]:
+        plans = self._plans_for(projectors)
         run = self._make_pass(inputs, projectors, plans)
         with (
             self._sites.installed(run.forward_of),
@@ -238,48 +207,17 @@ class LayerwiseEngine(PerSampleEngine):
         ):
             losses = self.losses(inputs)
             with self.observer.phase(BACKWARD):
-                loss = losses.sum()
-                for stream in streams[:-1]:
-                    found = run.differentiate(loss, stream, again=True)
-                    self._fill(found, projectors, losses.detach(), stream)
-                if plans is not None:
-                    matrix, others = run.differentiate_flat(loss)
-                    del loss
-                    if self._compiled is not None:
-                        self._compiled.learn(shapes_of(inputs), run)
-                    return self._filled(losses.detach(), matrix, others, projectors, plans)
-                last = streams[-1] if streams else None
-                found = run.differentiate(loss, last)
-                del loss
-                losses = losses.detach()
-                self._fill(found, projectors, losses, last)
-        return losses, found
+                parts = run.differentiate(losses.sum())
+        if self._compiled is not None:
+            self._compiled.learn(shapes_of(inputs), run)
+        losses = losses.detach()
+        return losses, self.laid_out(parts, run.captured, projectors, losses)
 
-    def _make_pass(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], plans: Plans | None
-    ) -> Pass:
+    def _make_pass(self, inputs: Inputs, projectors: Mapping[str, Projector], plans: Plans) -> Pass:
         return Pass(
             *(self.trainable, projectors, plans, batch_size_of(inputs), shapes_of(inputs)),
             *(self.in_form, self.observer),
         )
-
-    def _filled(
-        self,
-        losses: Tensor,
-        matrix: Tensor,
-        others: dict[str, PerSampleGradient],
-        projectors: Mapping[str, Projector],
-        plans: Plans,
-    ) -> tuple[Tensor, Gradients]:
-        """Return losses and gradients, with zeros for parameters that the pass left out."""
-        unused = self.trainable.keys() - plans.layout.places.keys() - others.keys()
-        others |= self.zero_gradients(unused, losses, projectors)
-        return losses, FlatGradients(plans.layout, matrix, others, self.trainable)
-
-    def layout(self, projectors: Mapping[str, Projector]) -> Layout | None:
-        """Return the layout; pass another mapping object whenever projectors change."""
-        plans = self._plans_for(projectors)
-        return None if plans is None else plans.layout
 
     def add_branches(self, branches: Mapping[nn.Module, Branch]) -> None:
         self._branches, self._plans = branches, None
@@ -298,40 +236,10 @@ class LayerwiseEngine(PerSampleEngine):
     def copies_of_projections(self) -> list[Tensor]:
         return [] if self._plans is None else self._plans.copies
 
-    def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans | None:
-        if self.grad_sample_mode == GradSampleMode.GHOST:
-            return None
+    def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans:
         if self._plans is None or self._plans.projectors is not projectors:
-            most = 0 if self.grad_sample_mode == GradSampleMode.BOOK_KEEPING else flat.MOST
-            layout = Layout(self.trainable, projectors, self._tables, most)
-            self._plans = Plans(layout, projectors, self._branches)
-        return self._plans if self._plans.layout.places else None
-
-    def _fill(
-        self,
-        found: dict[str, PerSampleGradient],
-        projectors: Mapping[str, Projector],
-        losses: Tensor,
-        stream: Stream | None,
-    ) -> None:
-        """Add gradients of zero for parameters that were left out, and end the stream, if any."""
-        awaited = {} if stream is None else stream.awaited
-        streamed = {name for name, uses in awaited.items() if uses == 0}
-        left_out = self.trainable.keys() - found.keys() - streamed
-        found |= self.zero_gradients(left_out, losses, projectors)
-        if stream is not None:
-            for group in self.groups:
-                if group[0] in found:
-                    stream.consume({name: found.pop(name) for name in group})
-
-    def _uses(self) -> dict[str, int]:
-        """Return how often each parameter is used in a pass; -1 if a tap collects its uses."""
-        uses = dict.fromkeys(self.trainable, 0)
-        for site in self._sites:
-            for name in site.parameters.values():
-                generic = site.rule is None or uses[name] < 0
-                uses[name] = -1 if generic else uses[name] + site.calls
-        return uses
+            self._plans = Plans(self.layout(projectors), projectors, self._branches)
+        return self._plans
 
     # ---- The first batch ----
 

@@ -36,15 +36,12 @@ from dp_grape_hf.gradients.definition import (
     refusing_dynamic_code,
     vmap_safe,
 )
-from dp_grape_hf.gradients.engine import Consume
 from dp_grape_hf.gradients.flat import Piece
 from dp_grape_hf.gradients.forms import (
     Dense,
     Factored,
-    PerSampleGradient,
     Single,
     SparseRows,
-    add,
 )
 from dp_grape_hf.gradients.layers import (
     Forward,
@@ -88,22 +85,13 @@ class _Activation:
         )
 
 
-@dataclass(frozen=True)
-class Stream:
-    """A consumer of groups of gradients, and the uses of parameters that are still to come."""
-
-    consume: Consume
-    awaited: dict[str, int]  # name -> uses still to come; below 0 if a tap collects them
-    group_of: Mapping[str, tuple[str, ...]]
-
-
 class Pass:
     """The gradients that one forward and backward pass captures.
 
     Args:
         trainable: name -> weight.
         projectors: name -> projector, for the projected weights.
-        plans: the plans for the parameters in the flat layout; None without a layout.
+        plans: the plans for the parameters in the flat layout.
         batch_size: B.
         shapes: the shapes of the model's inputs for one sample.
         in_form: returns the gradient of one use of an unprojected weight in the form to keep.
@@ -112,6 +100,7 @@ class Pass:
     Attributes:
         anchor: a zero that requires grad. It keeps a layer's node in the graph if the layer's input
             does not require grad (an embedding), so that ``autograd.grad`` reaches the node.
+        captured: name -> gradients of uses of parameters that the layout or a piece lacks.
         rows: name -> (B, ...), parameters that have a row for each sample while a module runs.
         outputs: site -> shapes and dtypes of its outputs, for layers with a rule and no plan.
     """
@@ -120,7 +109,7 @@ class Pass:
         self,
         trainable: Mapping[str, Tensor],
         projectors: Mapping[str, Projector],
-        plans: Plans | None,
+        plans: Plans,
         batch_size: int,
         shapes: Shapes,
         in_form: Callable[[Single], Single],
@@ -128,72 +117,31 @@ class Pass:
     ) -> None:
         self._trainable, self._projectors, self.batch_size = trainable, projectors, batch_size
         self._shapes, self._observer = shapes, observer
-        self._plans = plans
-        self._places = {} if plans is None else plans.layout.places
+        self._plans, self._places = plans, plans.layout.places
         self._in_form = in_form
-        self._stream: Stream | None = None
         device = next(iter(trainable.values())).device
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        if plans is not None:
-            plans.ready(device, batch_size)
+        plans.ready(device, batch_size)
         self._taps: dict[str, Tensor] = {}  # name -> zeros (B, *coordinates), outside the layout
         self.rows: dict[str, Tensor] = {}
-        self._captured: dict[str, list[Single]] = defaultdict(list)
+        self.captured: dict[str, list[Single]] = defaultdict(list)
         self.outputs: dict[Site, list[tuple[torch.Size, torch.dtype]]] = defaultdict(list)
         self._activation: _Activation | None = None  # the last call, until a layer runs
 
-    def differentiate(
-        self, loss: Tensor, stream: Stream | None = None, again: bool = False
-    ) -> dict[str, PerSampleGradient]:
-        """Differentiate the sum of the losses; return the gradients that were not streamed.
-
-        Args:
-            loss: the sum.
-            stream: receives complete groups of gradients; None to return all.
-            again: whether to keep the graph for another backward pass.
-
-        Returns:
-            Gradients by the names of the parameters that were used.
-        """
-        parts = self._parts(loss, stream, again)
-        if self._plans is not None:
-            for name, part in self._plans.layout.named(parts):
-                self._captured[name].append(Dense(part))
-        return {name: add(self._captured.pop(name)) for name in list(self._captured)}
-
-    def differentiate_flat(self, loss: Tensor) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Differentiate the sum of the losses; return the matrix (B, D) and all other gradients."""
-        return self.together(self._parts(loss))
-
-    def together(self, parts: dict[Piece, Tensor]) -> tuple[Tensor, dict[str, PerSampleGradient]]:
-        """Return the matrix (B, D) of the gradients of its parts, and all other gradients."""
-        assert self._plans is not None
-        layout = self._plans.layout
-        flat = layout.join(parts, self.batch_size, self.anchor.detach())
-        for name in [name for name in self._captured if name in layout]:
-            for gradient in self._captured.pop(name):  # from a module that runs under vmap
-                self._places[name].of(flat).add_(gradient.dense().values)
-        return flat, {name: add(self._captured.pop(name)) for name in list(self._captured)}
-
-    def _parts(
-        self, loss: Tensor, stream: Stream | None = None, again: bool = False
-    ) -> dict[Piece, Tensor]:
-        """Run the backward pass; return the gradients of the coordinates in the layout."""
-        self._stream = stream
-        pieces = {} if self._plans is None else self._plans.taps
+    def differentiate(self, loss: Tensor) -> dict[Piece, Tensor]:
+        """Differentiate the sum of the losses; return the gradients of pieces of the layout."""
+        pieces = self._plans.taps
         leaves = [self.anchor, *pieces.values(), *self._taps.values(), *self.rows.values()]
-        _, *gradients = torch.autograd.grad(
-            loss + self.anchor, leaves, retain_graph=again, allow_unused=True
-        )
+        _, *gradients = torch.autograd.grad(loss + self.anchor, leaves, allow_unused=True)
         others, of_rows = gradients[len(pieces) :], gradients[len(pieces) + len(self._taps) :]
         for name, gradient in zip(self._taps, others, strict=False):
             if gradient is not None:
-                self._captured[name].append(Dense(gradient))
+                self.captured[name].append(Dense(gradient))
         for name, gradient in zip(self.rows, of_rows, strict=True):
             if gradient is not None:
                 self.take_rows(name, gradient)
         of_pieces = zip(pieces, gradients, strict=False)
-        return {piece: gradient for piece, gradient in of_pieces if gradient is not None}
+        return {piece: part for piece, part in of_pieces if part is not None}
 
     def _transposed(self, name: str, coordinates: Tensor) -> Tensor:
         """Convert coordinates between their shape and the shape in which the layout stores them."""
@@ -208,7 +156,7 @@ class Pass:
 
     def forward_of(self, site: Site, original: Forward) -> Forward:
         """Return the function that replaces the forward of a site."""
-        if self._plans is not None and site in self._plans:
+        if site in self._plans:
             plan = self._plans.of(site, original)
             if plan is not None:
                 return partial(self._run_planned, plan, site, original)
@@ -227,7 +175,7 @@ class Pass:
 
             with detached(site.module), LookUps(site.module.weight, capture):
                 return original(*args, **kwargs)
-        plan = None if self._plans is None else self._plans.of(site, original)
+        plan = self._plans.of(site, original)
         if plan is not None:
             return self._run_planned(plan, site, original, *args, **kwargs)
         return self._run_by_rule(site, original, args, kwargs)
@@ -324,9 +272,6 @@ class Pass:
                     layer_input = self._check_carried(site, again(saved))
                     saved = rule.save(module, layer_input, batch_size)
                 of_taps = self.take(site, saved, grad_output, early)
-            if self._stream is not None:
-                for name in site.parameters.values():
-                    self._hand_out(name, self._stream)
             return None, *of_taps.values()  # the anchor has no gradient
 
         return AtZero.apply(output, saved, derivative, self.anchor, *taps)
@@ -361,7 +306,7 @@ class Pass:
             if name in self._places:
                 in_layout[name] = self._transposed(name, gradient.dense().values)
             else:
-                self._captured[name].append(gradient)
+                self.captured[name].append(gradient)
         return in_layout
 
     def _run_by_rows(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
@@ -386,7 +331,7 @@ class Pass:
     def take_rows(self, name: str, gradient: Tensor) -> None:
         """Capture the gradient (B, ...) of a parameter that has a row for each sample."""
         dense, projector = Dense(gradient[:, None].float()), self._projectors.get(name)
-        self._captured[name].append(_project(dense, projector, False, _unchanged))
+        self.captured[name].append(_project(dense, projector, False, _unchanged))
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
@@ -405,7 +350,7 @@ class Pass:
         structure: list[tuple[list[Any], TreeSpec]] = []
 
         def record(local: str, gradient: Single) -> None:
-            self._captured[site.parameters[local]].append(self._in_form(gradient))
+            self.captured[site.parameters[local]].append(self._in_form(gradient))
 
         def one(taps: dict[str, Tensor], *sample: Tensor) -> list[Tensor]:
             filled = list(leaves)
@@ -471,25 +416,12 @@ class Pass:
 
     def _tap(self, name: str) -> Tensor:
         """Return the zero coordinates of a parameter, (B, ...): one tensor for all its uses."""
-        if self._plans is not None and name in self._places:
+        if name in self._places:
             return self._plans.tap(self._places[name].piece)
         if name not in self._taps:
             weight, projector = self._trainable[name], self._projectors.get(name)
             self._taps[name] = zero_coordinates(weight, projector, self.batch_size)
         return self._taps[name]
-
-    def _hand_out(self, name: str, stream: Stream) -> None:
-        """Count a use, and hand out the parameter's group after the last use."""
-        if stream.awaited[name] == 0:
-            raise PrivacyError(
-                f"{name} is used more often than in the first batch, after its clipped gradient "
-                "was added up. Clipping would not bound the further use. Use "
-                "grad_sample_mode='auto', not grad_sample_mode='ghost'."
-            )
-        stream.awaited[name] -= 1
-        group = stream.group_of[name]
-        if all(stream.awaited[other] == 0 for other in group):
-            stream.consume({other: add(self._captured.pop(other)) for other in group})
 
 
 def _unchanged(gradient: Single) -> Single:

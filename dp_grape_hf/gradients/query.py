@@ -17,8 +17,8 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.checks.guards import in_mode, keeping_random_state
-from dp_grape_hf.gradients.engine import ROUNDING, Gradients, Inputs, PerSampleEngine
-from dp_grape_hf.gradients.forms import Dense
+from dp_grape_hf.gradients.engine import ROUNDING, Inputs, PerSampleEngine
+from dp_grape_hf.gradients.flat import FlatGradients, Layout
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.replay import COUPLED, refuse_other_loss, refuse_random
 from dp_grape_hf.gradients.rows import batch_size_of, copies_of, first_two
@@ -64,13 +64,20 @@ class QueryEngine(PerSampleEngine):
             inputs: as in a call. ``self.losses`` runs the model on them.
         """
 
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout:
+        """Return the layout of answers, which are one vector."""
+        if self._laid_out is None:
+            answers = {ANSWERS: torch.empty(self.size, device="meta")}
+            self._laid_out = projectors, Layout(answers, {})
+        return self._laid_out[1]
+
     def released_shapes(self, projectors: Mapping[str, Projector]) -> dict[str, tuple[int, ...]]:
         """Return the name and the shape (K,) of a release, which has one tensor."""
         return {ANSWERS: (self.size,)}
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         """Return losses (B,) and answers (B, K), under ``ANSWERS`` (sensitive).
 
         Raises:
@@ -85,7 +92,7 @@ class QueryEngine(PerSampleEngine):
             )
         self._examine_once(inputs, projectors)
         losses, answers = self._asked(inputs)
-        return losses, {ANSWERS: Dense(answers)}
+        return losses, FlatGradients(self.layout(projectors), answers, {}, [ANSWERS])
 
     def _asked(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         with (

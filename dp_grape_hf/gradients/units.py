@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine
+from dp_grape_hf.gradients.engine import Inputs, OuterEngine
 from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.forms import (
     Dense,
@@ -120,44 +120,23 @@ class UnitEngine(OuterEngine):
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         """Return losses (B,) of examples and gradients of units by parameter name (sensitive)."""
         examples, sizes = _split(inputs)
         losses, gradients = self.examples(examples, projectors)
         return losses, _of_units(gradients, sizes)
 
-    def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
-    ) -> Tensor:
-        """Pass the gradients of units, group by group, to consumers; return losses of examples."""
-        examples, sizes = _split(inputs)
 
-        def summing(consume: Consume) -> Consume:
-            return lambda gradients: consume(_of_units(gradients, sizes))
-
-        return self.examples.stream(examples, projectors, *map(summing, consumers))
-
-
-def _of_units(gradients: Gradients, sizes: tuple[int, ...]) -> Gradients:
+def _of_units(gradients: FlatGradients, sizes: tuple[int, ...]) -> FlatGradients:
     """Return the gradients of units, and free the gradients of examples one by one."""
     if all(size == 1 for size in sizes):
         return gradients
-    if isinstance(gradients, FlatGradients):
-        rows = gradients.flat
-        of_row = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)])
-        flat = rows.new_zeros(len(sizes), rows.shape[1])
-        flat.index_add_(0, of_row.to(rows.device), rows)
-        order = list(gradients)
-        others = _each_of_units(gradients.others, sizes)
-        return FlatGradients(gradients.layout, flat, others, order)
-    assert isinstance(gradients, dict)
-    return _each_of_units(gradients, sizes)
-
-
-def _each_of_units(
-    gradients: dict[str, PerSampleGradient], sizes: tuple[int, ...]
-) -> dict[str, PerSampleGradient]:
-    return {name: UnitSum(gradients.pop(name), sizes).cheapest() for name in list(gradients)}
+    rows, order, others = gradients.flat, list(gradients), gradients.others
+    of_row = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)])
+    flat = rows.new_zeros(len(sizes), rows.shape[1])
+    flat.index_add_(0, of_row.to(rows.device), rows)
+    of_units = {name: UnitSum(others.pop(name), sizes).cheapest() for name in list(others)}
+    return FlatGradients(gradients.layout, flat, of_units, order)
 
 
 def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:

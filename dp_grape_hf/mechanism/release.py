@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,14 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dp_grape_hf.distributed import give_up, hang_up, sum_over_processes_
-from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import (
     FlatGradients,
     FlatTensors,
-    Gradients,
-    GradSampleMode,
     Inputs,
-    Layout,
     PerSampleEngine,
     Runs,
     StateGuard,
@@ -40,24 +36,13 @@ from dp_grape_hf.gradients import (
 from dp_grape_hf.ledger import BANDED, Clipping, Ledger
 from dp_grape_hf.mechanism.banded import BandedNoise, Turns
 from dp_grape_hf.mechanism.clipping import (
-    ExactNorms,
-    Factors,
-    Gathered,
     add_clipped_sum_,
-    add_weighted_sum_,
     factors_by_name,
-    factors_of_parts,
-    in_parts,
-    take,
 )
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector
 from dp_grape_hf.sharding import is_sharded
-
-# Relative tolerance of a norm that is computed twice. Norms are taken to be larger by as much. A
-# CPU repeats its results up to rounding; other devices add in no fixed order.
-_REPEATED_ON_CPU, _REPEATED = 1e-5, 1e-3
 
 
 class PrivateMechanism:
@@ -127,7 +112,6 @@ class PrivateMechanism:
         self.turns = Turns(1 if self._banded is None else len(facts.bands))
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
-        self._layout: Layout | None = None
         self._flat: Tensor | None = None  # (D,), the vector that most sums are views of
         factor_of, clipped_apart = self.gradient_factors, self._clipped_apart
         self._runs = Runs(
@@ -168,7 +152,6 @@ class PrivateMechanism:
             )
         self.projectors = projectors
         self._clipped_sum, self._flat = {}, None
-        self._layout = self.per_sample.layout(projectors)
         # Tensors of a simulation have no numbers.
         thorough = not (self._unchanged_once or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
@@ -180,77 +163,29 @@ class PrivateMechanism:
         total = self._clipped_sum
         try:
             with guarding_streams(lambda: self.per_sample.reseeds_host):
-                if self.per_sample.grad_sample_mode == GradSampleMode.GHOST:
-                    return self._accumulate_twice(total, inputs)
                 losses, per_sample_grads = self.per_sample(inputs, self.projectors)
-                self._add(total, per_sample_grads)
+                with self._clipping(per_sample_grads):
+                    self._add(total, per_sample_grads)
                 return losses
         except PrivacyError:
             self._state.compare(self._before)  # a changed state explains the error better
             raise
 
-    def _accumulate_twice(self, total: dict[str, Tensor], inputs: Inputs) -> Tensor:
-        """Measure the gradients in one backward pass, and add them up in a second pass.
-
-        The second pass is measured too, because a kernel whose backward pass changes its saved
-        tensors gives other gradients the second time. The second gradients may also differ by
-        rounding. So the factors are for norms that are larger by the tolerance, and no sample
-        exceeds C.
-        """
-        norms, again = (ExactNorms(self.gradient_factors, self._clipped_apart) for _ in range(2))
-        cpu = self.per_sample.device.type == "cpu"
-        grown = 1 + (_REPEATED_ON_CPU if cpu else _REPEATED)
-
-        def measure(per_sample_grads: Gradients) -> None:
-            with self._clipping(per_sample_grads):
-                norms.add(per_sample_grads)
-
-        @cache
-        def factors() -> dict[bool, Factors]:
-            largest = {part: grown * norm for part, norm in norms.by_part().items()}
-            return factors_of_parts(
-                largest, self.max_grad_norm, self._automatic, self._clipped_apart
-            )
-
-        def add(per_sample_grads: Gradients) -> None:
-            with self._clipping(per_sample_grads):
-                again.add(per_sample_grads)
-                for part, some in in_parts(take(per_sample_grads), self._clipped_apart).items():
-                    add_weighted_sum_(total, Gathered.of(some), factors()[part])
-
-        losses = self.per_sample.stream(inputs, self.projectors, measure, add)
-        first, second = norms.by_part(), again.by_part()
-        if any(
-            not ((second[part] <= grown * norm) | ~norm.isfinite()).all()  # not finite: left out
-            for part, norm in first.items()
-        ):
-            raise UnsupportedModelError(
-                f"A sample's gradient of {type(self.per_sample.model).__name__} grew when the "
-                "backward pass was repeated, so its clipping factor is too large. A kernel changes "
-                "its saved tensors, or activations are recomputed with other random numbers "
-                "(gradient checkpointing with preserve_rng_state=False). Use another "
-                "grad_sample_mode than 'ghost'."
-            )
-        return losses
-
-    def _add(self, total: dict[str, Tensor], per_sample_grads: Gradients) -> None:
-        bound, automatic, clipped_apart = self.max_grad_norm, self._automatic, self._clipped_apart
-        with self._clipping(per_sample_grads):
-            if self._layout is not None and isinstance(per_sample_grads, FlatGradients):
-                if self._flat is None:  # allocated late: the first backward pass needs the memory
-                    self._flat = self._zeros(self._layout.size)
-                    parts = self._runs.of(self._layout)
-                    total.update((name, self._flat[part]) for name, part in parts.items())
-                laid_out, per_sample_grads = (
-                    per_sample_grads,
-                    per_sample_grads.in_runs(self._runs),
-                )
-                laid_out.others.clear()  # frees each gradient once it is added up
-            factors = self.gradient_factors
-            add_clipped_sum_(total, per_sample_grads, bound, automatic, factors, clipped_apart)
+    def _add(self, total: dict[str, Tensor], per_sample_grads: FlatGradients) -> None:
+        layout = per_sample_grads.layout
+        if self._flat is None:  # allocated late: the first backward pass needs the memory
+            self._flat = self._zeros(layout.size)
+            parts = self._runs.of(layout)
+            total.update((name, self._flat[part]) for name, part in parts.items())
+        gradients = per_sample_grads.in_runs(self._runs)
+        per_sample_grads.others.clear()  # each is freed once it is added up
+        add_clipped_sum_(
+            *(total, gradients, self.max_grad_norm, self._automatic),
+            *(self.gradient_factors, self._clipped_apart),
+        )
 
     @contextlib.contextmanager
-    def _clipping(self, per_sample_grads: Gradients) -> Iterator[None]:
+    def _clipping(self, per_sample_grads: FlatGradients) -> Iterator[None]:
         """Switch autocast and TF32 off inside, so that float32 operations are not rounded."""
         observer = self.per_sample.observer
         observer.computed(PER_SAMPLE, per_sample_grads)
@@ -279,23 +214,20 @@ class PrivateMechanism:
         with self.per_sample.observer.phase(RECORD):
             self.ledger.record()
         self.turns.releases += 1
-        layout, flat, self._flat = self._layout, self._flat, None
-        if layout is not None and flat is None:
+        layout, flat, self._flat = self.per_sample.layout(self.projectors), self._flat, None
+        if flat is None:  # no example was sampled
             flat = self._zeros(layout.size)
         shapes = self.per_sample.released_shapes(self.projectors)
-        others = {}
-        for name, shape in shapes.items():
-            if layout is not None and name in layout:
-                continue
-            value = clipped_sum.pop(name, None)
-            if value is None:  # no example was sampled, or none has a gradient of this parameter
-                value = self._zeros(*shape)
-            others[name] = value
+        others = {
+            name: clipped_sum[name] if name in clipped_sum else self._zeros(*shape)
+            for name, shape in shapes.items()
+            if name not in layout
+        }
         private_grads = FlatTensors(layout, flat, others, shapes)
         for name, value in private_grads.in_runs(self._runs).items():
             if name in self.gradient_factors:
                 value.mul_(self.gradient_factors[name])
-        values = [*others.values()] if flat is None else [flat, *others.values()]
+        values = [flat, *others.values()]
         adds_noise = not self._distributed or dist.get_rank() == 0
         std = self._summed_noise_std if adds_noise else 0.0
         divisor = self.expected_batch_size

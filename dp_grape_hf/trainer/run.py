@@ -25,7 +25,6 @@ from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import (
     Compilation,
     FlatTensors,
-    GradSampleMode,
     Inputs,
     LossFunction,
     PerSampleEngine,
@@ -360,9 +359,7 @@ class PrivateRun:
     def _keep_in_step(self) -> None:
         """Run the model as often as for a physical batch, and discard the results."""
         assert self.idle is not None
-        passes = 2 if self.args.grad_sample_mode == GradSampleMode.GHOST else 1
-        discard: list[Any] = [lambda gradients: None] * passes
-        self._checked_engine.stream(self.idle, self.projectors, *discard)
+        self._checked_engine(self.idle, self.projectors)
 
     def _hand_over(self, number: int, private_grads: Mapping[str, Tensor]) -> None:
         """Pass the private update to the optimizer.

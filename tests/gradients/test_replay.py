@@ -11,6 +11,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import Dense, functions, make_engine, replay
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
+from dp_grape_hf.gradients.plans import Plans
 from dp_grape_hf.gradients.rules import RULES, LayerRule
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import require_each_once
@@ -129,7 +130,8 @@ class UsedTwiceForSequenceClassification(TinyForSequenceClassification):
 def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = only("gpt2")
     monkeypatch.setitem(RULES, nn.LayerNorm, LosesATerm())
-    engine = make_engine("layerwise", case.model(), grad_sample_mode="ghost")
+    monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
+    engine = make_engine("layerwise", case.model())
     with pytest.raises(UnsupportedModelError) as error:
         engine.examine(batch_of(case), {})
     text = str(error.value)
@@ -148,7 +150,8 @@ def test_a_rule_that_is_wrong_by_a_tenth_is_found(monkeypatch: pytest.MonkeyPatc
         return right(self, layer, saved, grad_output * (1.1 if square else 1.0), *args)
 
     monkeypatch.setattr(type(RULES[nn.Linear]), "gradients", wrong)
-    engine = make_engine("layerwise", case.model(), grad_sample_mode="ghost")
+    monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
+    engine = make_engine("layerwise", case.model())
     with pytest.raises(UnsupportedModelError, match=r"q_proj\.weight"):
         engine.examine(batch_of(case), {})
 
@@ -168,10 +171,14 @@ def test_a_function_that_is_wrong_by_a_tenth_is_found(
 def test_a_module_used_twice_but_recorded_once_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ghost = {"method": "dp_adam", "grad_sample_mode": "ghost"}
-    make_trainer(tmp_path / "right", model=UsedTwiceForSequenceClassification(), **ghost).train()
+    monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
+    make_trainer(
+        tmp_path / "right", model=UsedTwiceForSequenceClassification(), method="dp_adam"
+    ).train()
     _record_once(monkeypatch)
-    trainer = make_trainer(tmp_path / "wrong", model=UsedTwiceForSequenceClassification(), **ghost)
+    trainer = make_trainer(
+        tmp_path / "wrong", model=UsedTwiceForSequenceClassification(), method="dp_adam"
+    )
     with pytest.raises(UnsupportedModelError, match=r"twice\.weight \(of twice, a Linear\)"):
         trainer.train()
     assert trainer.ledger.steps == 0, "nothing was released"
@@ -211,8 +218,8 @@ def test_examples_are_added_if_the_first_batch_has_too_few(
 ) -> None:
     _record_once(monkeypatch)
     model = UsedTwiceForSequenceClassification()
-    ghost = {"method": "dp_adam", "grad_sample_mode": "ghost"}
-    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()], **ghost)
+    monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
+    trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()], method="dp_adam")
     with pytest.raises(UnsupportedModelError, match="twice"):
         trainer.train()
     assert trainer.ledger.steps == 0

@@ -54,7 +54,7 @@ PROJECTED = {"projection_rank": 4, "projection_update_steps": 2}
 CASES: dict[str, dict[str, Any]] = {
     "dp_grape": PROJECTED,
     "units": {**PROJECTED, "privacy_unit_column": "user", "max_examples_per_unit": 2},
-    "dp_adam, ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
+    "dp_adam": {"method": "dp_adam"},
     "dpzero": {
         "method": "dpzero",
         "n_directions": 2,

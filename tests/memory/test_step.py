@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import OPTConfig, RobertaConfig, ViTConfig
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients import GradSampleMode, flat
+from dp_grape_hf.gradients import flat
 from dp_grape_hf.memory import (
     ACTIVATIONS,
     ADAMW,
@@ -115,7 +115,7 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
                 Setting(DP_GRAPE, 8, projection="principal", rank=4),
                 *(Setting(method, 8) for method in ("dp_lora", "dp_galore", "dpzero")),
                 Setting("dp_lora", 8, dtype=torch.bfloat16),
-                Setting(DP_ADAM, 8, grad_sample_mode=GradSampleMode.GHOST),
+                Setting(DP_ADAM, 8),
             )
         ),
         pytest.param("vit", Setting(DP_GRAPE, 8), marks=SLOW),

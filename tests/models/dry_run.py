@@ -155,7 +155,6 @@ def settings() -> list[Setting]:
     return [
         *found,
         replace(grape, projection=PRINCIPAL),
-        replace(grape, grad_sample_mode="ghost"),
         replace(grape, dtype=torch.bfloat16),
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.gradients import FlatTensors, Gradients, PerSampleEngine
+from dp_grape_hf.gradients import FlatGradients, FlatTensors, Layout, PerSampleEngine
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.projections import Projector
@@ -35,17 +35,26 @@ ROUNDING = 1e-6  # relative, by which float32 may exceed a bound
 
 
 class Given(PerSampleEngine):
-    """Hands out the gradients that the inputs hold, for parameters of the given shapes."""
+    """Hands out the gradients that the inputs hold, for parameters of the given shapes.
+
+    Their forms are kept: the matrix of all gradients has no columns.
+    """
 
     def __init__(self, **shapes: tuple[int, ...]) -> None:
         model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
         super().__init__(model, lambda outputs, labels: outputs)
+        self._empty = Layout({}, {})
+
+    def layout(self, projectors: Mapping[str, Projector]) -> Layout:
+        return self._empty
 
     def __call__(
         self, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         gradients = {name: inputs[name] for name in self.trainable}
-        return next(iter(gradients.values())).squared_norm(), gradients
+        losses = next(iter(gradients.values())).squared_norm()
+        flat = torch.zeros(len(losses), 0)
+        return losses, FlatGradients(self._empty, flat, gradients, gradients)
 
 
 def coins(seed: int = 0) -> torch.Generator:
@@ -110,17 +119,18 @@ def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
 
 def in_order(release: FlatTensors, values: Sequence[Tensor]) -> FlatTensors:
     """Returns by name what was given in the order in which a release meets the noise."""
-    first = [] if release.flat is None else [release.flat]
-    assert [v.shape for v in values] == [v.shape for v in (*first, *release.others.values())]
-    others = dict(zip(release.others, values[len(first) :], strict=True))
-    return FlatTensors(release.layout, values[0] if first else None, others, release)
+    first, *rest = values
+    assert [v.shape for v in values] == [release.flat.shape, *map(_shape, release.others.values())]
+    return FlatTensors(release.layout, first, dict(zip(release.others, rest, strict=True)), release)
+
+
+def _shape(value: Tensor) -> torch.Size:
+    return value.shape
 
 
 def drawn_for(release: FlatTensors, std: float, seed: int) -> FlatTensors:
     """Returns the noise of a release by name, from a generator of that seed."""
     generator = torch.Generator().manual_seed(seed)
-    values = [*release.others.values()]
-    if release.flat is not None:
-        values.insert(0, release.flat)
+    values = [release.flat, *release.others.values()]
     drawn = [torch.empty(v.shape).normal_(0, std, generator=generator) for v in values]
     return in_order(release, drawn)

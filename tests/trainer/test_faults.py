@@ -340,7 +340,7 @@ CLIPPED = {
 METHODS: dict[str, dict[str, Any]] = {
     "flat": {},
     "automatic": {"clipping": "automatic"},
-    "ghost": {"method": "dp_adam", "grad_sample_mode": "ghost"},
+    "dp_adam": {"method": "dp_adam"},
     "functorch": {"engine": "functorch"},
     "dpzero": {"method": "dpzero", "learning_rate": 1e-3},
 }

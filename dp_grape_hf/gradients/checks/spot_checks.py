@@ -22,7 +22,8 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.checks.draws import in_rows
 from dp_grape_hf.gradients.checks.guards import DrawInterceptor, keeping_random_state
 from dp_grape_hf.gradients.checks.sketches import Sketches, Tolerance, joint_error
-from dp_grape_hf.gradients.engine import Consume, Gradients, Inputs, OuterEngine, PerSampleEngine
+from dp_grape_hf.gradients.engine import Inputs, OuterEngine, PerSampleEngine
+from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.phases import Observer
 from dp_grape_hf.projections import Projector
@@ -66,7 +67,7 @@ class SpotCheckedEngine(OuterEngine):
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         row = self._chosen(inputs)
         if row is None:
             return self.examples(inputs, projectors)
@@ -76,23 +77,6 @@ class SpotCheckedEngine(OuterEngine):
         among_rows(gradients)
         self._compare(inputs, projectors, row, losses, among_rows, draws)
         return losses, gradients
-
-    def stream(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], *consumers: Consume
-    ) -> Tensor:
-        row = self._chosen(inputs)
-        if row is None:
-            return self.examples.stream(inputs, projectors, *consumers)
-        among_rows = Sketches([row])
-
-        def marking(gradients: Gradients) -> None:
-            among_rows(gradients)
-            consumers[0](gradients)
-
-        with RowRecorder(batch_size_of(inputs), row) as draws:
-            losses = self.examples.stream(inputs, projectors, marking, *consumers[1:])
-        self._compare(inputs, projectors, row, losses, among_rows, draws)
-        return losses
 
     def _chosen(self, inputs: Inputs) -> int | None:
         """Return the row to compare; None for no check."""
@@ -120,21 +104,15 @@ class SpotCheckedEngine(OuterEngine):
         again = draws.made and any(
             getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
         )
-        alone = Sketches()
-        with keeping_random_state(), RowReplayer(draws) as given:
-            self._run_aside(rows_of(inputs, slice(row, row + 1)), projectors, alone)
-        if not again and given.known and losses[row].abs() > self._tolerance.loss:
-            self._refuse_other(among_rows, alone)
-
-    def _run_aside(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], consume: Consume
-    ) -> None:
-        """Hand out the gradients of a pass that the observer of the step does not see."""
-        observer, self.examples.observer = self.examples.observer, Observer()
+        alone, one = Sketches(), rows_of(inputs, slice(row, row + 1))
+        observer, self.examples.observer = self.examples.observer, Observer()  # not of the step
         try:
-            self.examples.stream(inputs, projectors, consume)
+            with keeping_random_state(), RowReplayer(draws) as given:
+                alone(self.examples(one, projectors)[1])
         finally:
             self.examples.observer = observer
+        if not again and given.known and losses[row].abs() > self._tolerance.loss:
+            self._refuse_other(among_rows, alone)
 
     def _refuse_other(self, among_rows: Sketches, alone: Sketches) -> None:
         """Refuse a row whose gradient in the batch differs from its gradient alone."""

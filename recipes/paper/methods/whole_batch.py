@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import Method
-from dp_grape_hf.gradients import Dense, Gradients, Inputs, LossFunction, PerSampleEngine
+from dp_grape_hf.gradients import Dense, FlatGradients, Inputs, LossFunction, PerSampleEngine
 from dp_grape_hf.phases import BACKWARD
 from dp_grape_hf.projections import Projector
 
@@ -29,14 +29,16 @@ class BatchEngine(PerSampleEngine):
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, Gradients]:
+    ) -> tuple[Tensor, FlatGradients]:
         """Returns losses (B,), and the gradient of their sum by parameter name, of one row."""
         losses = self.losses(inputs)
         with self.observer.phase(BACKWARD):
             weights = list(self.trainable.values())
             found = torch.autograd.grad(losses.sum(), weights, allow_unused=True)
         gradients = zip(self.trainable, found, strict=True)
-        return losses.detach(), {name: Dense(g[None]) for name, g in gradients if g is not None}
+        rows = {name: [Dense(g[None])] for name, g in gradients if g is not None}
+        losses = losses.detach()
+        return losses, self.laid_out({}, rows, projectors, losses[:1])
 
 
 _OPTIONS: dict[str, Any] = {"private": False, "query": BatchEngine.of}

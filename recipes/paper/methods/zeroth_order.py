@@ -83,7 +83,6 @@ class ZerothOrderEngine(QueryEngine):
         self.perturbation, self.magnified = perturbation, 1 / perturbation
         self.directions = Directions(self.trainable, seed, n_directions)
         self.size = n_directions
-        self.groups = [(ANSWERS,)]
         self._step: int | None = None
         self.read = set()
 

@@ -61,10 +61,7 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         partial(_of_case, "opt"),
         {"projection_update_steps": 3, "weight_decay": 0.1, "max_steps": 4},
     ),
-    "opt, dp_adam, ghost": (
-        partial(_of_case, "opt"),
-        {"method": "dp_adam", "grad_sample_mode": "ghost"},
-    ),
+    "opt, dp_adam": (partial(_of_case, "opt"), {"method": "dp_adam"}),
     "opt, adapter": (
         partial(_of_case, "opt"),
         {
