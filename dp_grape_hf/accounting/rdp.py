@@ -8,7 +8,7 @@ integral. All orders for replace-one adjacency (`replace_one`) are computed by q
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -52,6 +52,15 @@ ORDERS = np.concatenate([_FRACTIONAL, _INTEGER])
 _MAX_POINTS = 60_000  # points of a quadrature; only high orders at little noise need more
 
 
+@cache
+def _log_binomials() -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Return log C(order, k) for k >= 2, -inf for k > order, and order - k, at least 0."""
+    k, order = np.arange(2, _INTEGER[-1] + 1), _INTEGER[:, None]
+    rest = np.maximum(order - k, 0)
+    logs = gammaln(order + 1) - gammaln(k + 1) - gammaln(rest + 1)
+    return np.where(k <= order, logs, -np.inf), rest
+
+
 @lru_cache(maxsize=1024)
 @np.errstate(all="ignore")  # an infinite moment is a valid bound
 def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
@@ -60,13 +69,11 @@ def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
         return np.asarray(ORDERS * (ORDERS - 1) / 2 / sigma / sigma)
     # Integer orders: the binomial weights sum to one, and the terms k = 0, 1 do not depend on the
     # noise. So the moment minus one is a sum of positive terms, without cancellation for small q.
-    k, order = np.arange(2, _INTEGER[-1] + 1), _INTEGER[:, None]
+    k, (binomials, rest) = np.arange(2, _INTEGER[-1] + 1), _log_binomials()
     exponent = k * (k - 1) / 2 / sigma / sigma
-    rest = np.maximum(order - k, 0)
-    terms = gammaln(order + 1) - gammaln(k + 1) - gammaln(rest + 1)
-    terms = terms + k * math.log(q) + rest * math.log1p(-q)
-    terms = terms + exponent + np.log(-np.expm1(-exponent))
-    integer = np.logaddexp(0, logsumexp(np.where(k <= order, terms, -np.inf), axis=1))
+    of_k = k * math.log(q) + exponent + np.log(-np.expm1(-exponent))
+    terms = binomials + rest * math.log1p(-q) + of_k
+    integer = np.logaddexp(0, logsumexp(terms, axis=1))
     if sigma < 0.05:  # too sharp for quadrature; log moments are convex, and zero at order 1
         chords = np.interp(_FRACTIONAL, [1.0, *_INTEGER], [0.0, *integer])
         return np.concatenate([chords, integer])

@@ -29,7 +29,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.guards import without_checkpointing
-from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.forms import Dense, Single
@@ -60,22 +59,14 @@ class FunctorchEngine(PerSampleEngine):
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, FlatGradients]:
         self._examine_once(inputs, projectors)
-        return self._pass(inputs, projectors)
+        return self.unchecked(inputs, projectors)
 
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
         return replay.examine(self, inputs, projectors)
 
-    def sketch(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
-    ) -> Tensor:
-        losses, gradients = self._pass(inputs, projectors)
-        sketches(gradients)
-        return losses
-
-    def _pass(
+    def unchecked(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, FlatGradients]:
-        """Return losses (B,) and gradients, which are zero for parameters that were left out."""
         batch_size = batch_size_of(inputs)
         captured: dict[str, list[Single]] = defaultdict(list)
         coordinates = {

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import Choice, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks.guards import configs_of, evaluating, keeping_configs
-from dp_grape_hf.gradients.checks.sketches import Sketches, computes_in_16_bits, tolerance_for
+from dp_grape_hf.gradients.checks.sketches import computes_in_16_bits, tolerance_for
 from dp_grape_hf.gradients.flat import FlatGradients, Layout, Piece, tables_of
 from dp_grape_hf.gradients.forms import Dense, PerSampleGradient, Single, add
 from dp_grape_hf.gradients.losses.losses import (
@@ -37,7 +37,6 @@ from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import full_tensor, is_sharded
 
 Inputs = Mapping[str, Any]
 Gradients = Mapping[str, PerSampleGradient]
@@ -157,16 +156,10 @@ class PerSampleEngine(ABC):
         if self._examined.get(training, 0) < rows:
             self.examine(inputs, projectors)
 
-    def sketch(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
-    ) -> Tensor:
-        """Run a pass without checks, and sketch its gradients; return losses (B,).
-
-        Args:
-            inputs: as in a call.
-            projectors: as in a call.
-            sketches: receives the gradients.
-        """
+    def unchecked(
+        self, inputs: Inputs, projectors: Mapping[str, Projector]
+    ) -> tuple[Tensor, FlatGradients]:
+        """Return the results of a call without an examination before it; arguments as in a call."""
         raise NotImplementedError
 
     def assume_examined(self, inputs: Inputs) -> None:
@@ -267,39 +260,6 @@ class PerSampleEngine(ABC):
         ]
         size = max((t.abs().nan_to_num().max().item() for t in floats if t.numel()), default=0.0)
         return min(max(ROUNDING, 2**-7 * size), tolerance_for(self.model).loss)
-
-    def by_autograd(self, loss: Tensor, projectors: Mapping[str, Projector]) -> Sketches:
-        """Return the sketches of the gradient of one sample's loss, by plain autograd.
-
-        Each parameter's gradient is projected, sketched and freed as soon as autograd has it.
-
-        Args:
-            loss: a scalar.
-            projectors: as in a call.
-        """
-        names = {parameter: name for name, parameter in self.trainable.items()}
-        sketches = Sketches()
-
-        def receive(parameter: Tensor) -> None:
-            assert isinstance(parameter, nn.Parameter)
-            assert parameter.grad is not None
-            name, gradient = names[parameter], parameter.grad.float()
-            parameter.grad = None
-            gradient = full_tensor(gradient)  # a mean over processes, which all run this sample
-            projector = projectors.get(name)
-            with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                gradient = projector.project(gradient) if projector else gradient
-            sketches({name: Dense(gradient[None])})
-
-        hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
-        try:
-            if loss.requires_grad:
-                reached = None if is_sharded(self.model) else list(names)
-                torch.autograd.backward(loss, inputs=reached)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return sketches
 
     def refuse_unused(self, used: Container[str], more: str = "") -> None:
         """Refuse trainable parameters that are not in ``used``, the parameters of the loss.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.guards import evaluating
-from dp_grape_hf.gradients.checks.sketches import Sketches
 from dp_grape_hf.gradients.compiled import (
     Compilation,
     CompiledModel,
@@ -95,8 +94,9 @@ class LayerwiseEngine(PerSampleEngine):
                 return self._compiled_pass(self._compiled, inputs, projectors)
             except NotCompiledError:
                 pass
-        losses, gradients = self._pass(inputs, projectors)
-        self._examine_new_calls(inputs, projectors)
+        losses, gradients = self.unchecked(inputs, projectors)
+        if self._learnt_anew and not self.examine(inputs, projectors):
+            self._examined.clear()
         return losses, gradients
 
     def _compiled_pass(
@@ -141,18 +141,6 @@ class LayerwiseEngine(PerSampleEngine):
         self._learnt_anew = False
         return conclusive
 
-    def sketch(
-        self, inputs: Inputs, projectors: Mapping[str, Projector], sketches: Sketches
-    ) -> Tensor:
-        losses, gradients = self._pass(inputs, projectors)
-        sketches(gradients)
-        return losses
-
-    def _examine_new_calls(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
-        """Examine a batch if the engine has learnt new calls since the last examination."""
-        if self._learnt_anew and not self.examine(inputs, projectors):
-            self._examined.clear()
-
     def _prepare(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> None:
         if not self.in_step:
             self._examine_once(inputs, projectors)
@@ -171,10 +159,9 @@ class LayerwiseEngine(PerSampleEngine):
             )
             self._looping = len(looping)
 
-    def _pass(
+    def unchecked(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
     ) -> tuple[Tensor, FlatGradients]:
-        """Return losses (B,) and gradients, which are zero for parameters that were left out."""
         samples = iter(range(batch_size_of(inputs)))
         while True:
             try:

@@ -35,7 +35,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -72,13 +72,13 @@ from dp_grape_hf.gradients.checks.sketches import (
     joint_error,
     tolerance_for,
 )
-from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine, listed
-from dp_grape_hf.gradients.forms import exact_products
+from dp_grape_hf.gradients.engine import Gradients, Inputs, PerSampleEngine, listed
+from dp_grape_hf.gradients.forms import Dense, exact_products
 from dp_grape_hf.gradients.losses.losses import checked, split
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.rows import batch_size_of, copies_of, rows_of
 from dp_grape_hf.projections import Projector
-from dp_grape_hf.sharding import local, reshard, rows_here
+from dp_grape_hf.sharding import full_tensor, is_sharded, local, reshard, rows_here
 
 _ROWS_ALONE = 4  # rows that run alone: the first, the last, the second and another
 _ROWS_WITHOUT_DRAWS = 3  # the same, if rows draw nothing
@@ -299,7 +299,7 @@ class _Examination:
     def _by_autograd(self, one: Inputs, draws: DrawRecorder) -> _Shown:
         def run() -> tuple[Tensor, Sketches]:
             loss = loss_alone(self.engine, one)
-            return loss.detach()[None], self.engine.by_autograd(loss, self.projectors)
+            return loss.detach()[None], _by_autograd(self.engine, loss, self.projectors)
 
         return self._watched(run, draws)
 
@@ -314,19 +314,22 @@ class _Examination:
     def _together(self, inputs: Inputs, draws: DrawRecorder) -> _Shown:
         """Run a batch through the engine."""
 
-        def run() -> tuple[Tensor, Sketches]:
-            sketches = Sketches()
-            return self.engine.sketch(inputs, self.projectors, sketches), sketches
+        return self._watched(partial(self.engine.unchecked, inputs, self.projectors), draws)
 
-        return self._watched(run, draws)
+    def _watched(
+        self, run: Callable[[], tuple[Tensor, Gradients | Sketches]], draws: DrawRecorder
+    ) -> _Shown:
+        """Run a pass, and refuse a model that misuses random streams.
 
-    def _watched(self, run: Callable[[], tuple[Tensor, Sketches]], draws: DrawRecorder) -> _Shown:
-        """Run a pass, and refuse a model that misuses random streams."""
+        Args:
+            run: returns losses, and gradients or their sketches.
+            draws: recorder of the draws of the pass.
+        """
         seed_all(self.passes)
         self.passes += 1
         before = host_streams()
         with draws:
-            losses, sketches = run()
+            losses, found = run()
         for number, (old, new) in enumerate(zip(before, host_streams(), strict=True)):
             if not same_state(old, new):
                 if not same_state(self.host_ends.setdefault(number, new), new):
@@ -340,6 +343,11 @@ class _Examination:
                 "restores an earlier state. Dropout masks and other random numbers would then be "
                 "known or repeated, and reveal which examples were sampled. Remove the seeding."
             )
+        if isinstance(found, Sketches):
+            sketches = found
+        else:  # after the pass, because interception of operations takes time
+            sketches = Sketches(self.engine.device)
+            sketches(found)
         losses = losses.detach().double().cpu()
         return _Shown(losses, sketches.of(self.names), draws.made, sketches.names, draws.drew)
 
@@ -373,7 +381,7 @@ class _Examination:
 
         def run() -> tuple[Tensor, Sketches]:
             with torch.no_grad():
-                return self.engine.losses(one), Sketches()
+                return self.engine.losses(one), Sketches(self.engine.device)
 
         actual = self._watched(run, DrawRecorder(_start(row))).losses
         refuse_other_loss(self.engine, one, actual, self.alone[row].losses)
@@ -569,6 +577,38 @@ class _Examination:
         used |= {name for name, moves in zip(self.names, moved, strict=True) if moves}
         used |= self.engine.used_by_value()
         self.engine.refuse_unused(used)
+
+
+def _by_autograd(
+    engine: PerSampleEngine, loss: Tensor, projectors: Mapping[str, Projector]
+) -> Sketches:
+    """Return the sketches of the gradient of one row's loss, a scalar, by plain autograd.
+
+    Each parameter's gradient is projected, sketched and freed as soon as autograd has it.
+    """
+    names = {parameter: name for name, parameter in engine.trainable.items()}
+    sketches = Sketches(engine.device)
+
+    def receive(parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        name, gradient = names[parameter], parameter.grad.float()
+        parameter.grad = None
+        gradient = full_tensor(gradient)  # a mean over processes, which all run this row
+        projector = projectors.get(name)
+        with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+            gradient = projector.project(gradient) if projector else gradient
+        sketches({name: Dense(gradient[None])})
+
+    hooks = [p.register_post_accumulate_grad_hook(receive) for p in names]
+    try:
+        if loss.requires_grad:
+            reached = None if is_sharded(engine.model) else list(names)
+            torch.autograd.backward(loss, inputs=reached)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sketches
 
 
 def _start(row: int) -> int:

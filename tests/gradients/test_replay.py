@@ -186,14 +186,14 @@ def test_a_module_used_twice_but_recorded_once_is_found(
 
 def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the gradients returned are those of each sample alone."""
-    case, original = only("opt"), LayerwiseEngine.sketch
+    case, original = only("opt"), LayerwiseEngine.unchecked
 
     def coupled(self: Any, *args: Any) -> Any:
-        losses = original(self, *args)
-        return losses + 0.5 * losses.mean()
+        losses, gradients = original(self, *args)
+        return losses + 0.5 * losses.mean(), gradients
 
     made = LayerwiseEngine(case.model())
-    monkeypatch.setattr(LayerwiseEngine, "sketch", coupled)
+    monkeypatch.setattr(LayerwiseEngine, "unchecked", coupled)
     with pytest.raises(PrivacyError, match="changes with the number or the contents"):
         made.examine(batch_of(case), {})
 

@@ -272,7 +272,7 @@ def test_a_two_class_gradient_differs_from_its_negative_in_sketches(name: str) -
     row = torch.randn(1, 1, 6)
     rows = []
     for sign in (1, -1):
-        sketches = Sketches()
+        sketches = Sketches(torch.device("cpu"))
         sketches({f"{name}.weight": Dense(sign * torch.cat([row, -row], 1))})
         rows.append(sketches.of(sketches.names))
     assert differing(*rows, FULL).all()

@@ -70,25 +70,26 @@ class Sketches:
     """The sketches of a batch; call it with per-sample gradients of some parameters.
 
     Args:
+        device: the device of the gradients.
         samples: the samples to sketch; None for all.
     """
 
-    def __init__(self, samples: list[int] | None = None) -> None:
-        self._samples = None if samples is None else torch.tensor(samples)
+    def __init__(self, device: torch.device, samples: list[int] | None = None) -> None:
+        self._device = device
+        self._samples = None if samples is None else torch.tensor(samples, device=device)
         self._sketches: dict[str, Tensor] = {}  # name -> (B, 1 + k): norm, and along directions
 
+    @torch.no_grad()
     def __call__(self, gradients: Mapping[str, PerSampleGradient]) -> None:
         """Add the sketches of the gradients of some parameters."""
-        for name, gradient in gradients.items():
-            device = gradient.squared_norm().device
-            if self._samples is not None:
-                gradient = gradient.select(self._samples.to(device))
-            with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with torch.autocast(self._device.type, enabled=False):
+            for name, gradient in gradients.items():
+                if self._samples is not None:
+                    gradient = gradient.select(self._samples)
                 norm = gradient.squared_norm().clamp(min=0).sqrt()[:, None]
                 sizes = enumerate(gradient.shape)
-                along = gradient.products([_vectors(name, *size).to(device) for size in sizes])
-                sketches = torch.cat([norm, along.expand(-1, _DIRECTIONS)], 1)
-                self._sketches[name] = sketches.float()
+                along = gradient.products([_vectors(name, *s).to(self._device) for s in sizes])
+                self._sketches[name] = torch.cat([norm, along.expand(-1, _DIRECTIONS)], 1).float()
 
     @property
     def names(self) -> list[str]:

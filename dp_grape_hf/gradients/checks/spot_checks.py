@@ -71,7 +71,7 @@ class SpotCheckedEngine(OuterEngine):
         row = self._chosen(inputs)
         if row is None:
             return self.examples(inputs, projectors)
-        among_rows = Sketches([row])
+        among_rows = Sketches(self.device, [row])
         with RowRecorder(batch_size_of(inputs), row) as draws:
             losses, gradients = self.examples(inputs, projectors)
         among_rows(gradients)
@@ -104,7 +104,7 @@ class SpotCheckedEngine(OuterEngine):
         again = draws.made and any(
             getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
         )
-        alone, one = Sketches(), rows_of(inputs, slice(row, row + 1))
+        alone, one = Sketches(self.device), rows_of(inputs, slice(row, row + 1))
         observer, self.examples.observer = self.examples.observer, Observer()  # not of the step
         try:
             with keeping_random_state(), RowReplayer(draws) as given:
