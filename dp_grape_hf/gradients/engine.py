@@ -84,6 +84,9 @@ class PerSampleEngine(ABC):
     in_step = False
     """Whether every call runs the model exactly once, as in other processes (``stay_in_step``)."""
 
+    restarts = 0
+    """How often a pass was begun again, after a call that had to be learnt."""
+
     simulated = False
     """Whether passes run on fake tensors, whose values cannot be compared."""
 

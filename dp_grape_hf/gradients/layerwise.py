@@ -169,6 +169,7 @@ class LayerwiseEngine(PerSampleEngine):
             except NotVectorisedError:  # at most once for each site, which loops from now on
                 if self.in_step:
                     raise
+                self.restarts += 1
             except UnknownTensorError as error:  # for example, a mask that no sample needed so far
                 if self.in_step:
                     raise UnsupportedModelError(
@@ -181,6 +182,7 @@ class LayerwiseEngine(PerSampleEngine):
                     ) from error
                 self._learn(inputs, sample)
                 self._learnt_anew = True
+                self.restarts += 1
 
     def _try_pass(
         self, inputs: Inputs, projectors: Mapping[str, Projector]

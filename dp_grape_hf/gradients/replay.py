@@ -325,11 +325,14 @@ class _Examination:
             run: returns losses, and gradients or their sketches.
             draws: recorder of the draws of the pass.
         """
-        seed_all(self.passes)
-        self.passes += 1
-        before = host_streams()
-        with draws:
-            losses, found = run()
+        while True:
+            seed_all(self.passes)
+            self.passes += 1
+            before, restarts = host_streams(), self.engine.restarts
+            with draws:
+                losses, found = run()
+            if self.engine.restarts == restarts:  # otherwise, draws of a broken pass are recorded
+                break
         for number, (old, new) in enumerate(zip(before, host_streams(), strict=True)):
             if not same_state(old, new):
                 if not same_state(self.host_ends.setdefault(number, new), new):

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import Dense, functions, make_engine, replay
@@ -49,6 +54,18 @@ def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
         assert make_engine("layerwise", model).examine(batch, projectors_for(model, 2))
     assert model.training
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_draws_of_a_pass_that_is_begun_again_do_not_count() -> None:
+    """The first texts are not padded, so T5's attention receives a mask in a later pass."""
+    settings = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
+    config = T5Config(**settings, num_layers=1, decoder_start_token_id=0)
+    model = T5ForConditionalGeneration(config).train()
+    words = torch.randint(2, 50, (4, 6))
+    batch = {"input_ids": words, "attention_mask": torch.ones_like(words), "labels": words[:, :3]}
+    engine = make_engine("layerwise", model)
+    assert engine.examine(batch, projectors_for(model, 2))
+    assert engine.restarts > 0
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ class DrawRecorder(DrawInterceptor):
         self.drew = False  # whether anything was drawn, if ``silent``
 
     def __enter__(self) -> DrawRecorder:
+        self.made, self.foreign, self.seeded, self.drew = [], False, False, False
         seed_torch(self._start)
         if self._silent:
             self._before = torch_streams()
