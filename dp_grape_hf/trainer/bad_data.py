@@ -25,7 +25,8 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
     """Context that adds a note about the training data to an error of data, collator or model.
 
     The note describes the first example, the first one with another form, and what to do. Errors of
-    this package, of files, of devices, of memory and of missing implementations get no note.
+    files, of devices, of memory and of missing implementations get no note, and errors of this
+    package only if labels are text.
 
     Args:
         dataset: the training data.
@@ -33,34 +34,62 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PrivacyError, NotImplementedError, torch.OutOfMemoryError):
+    except PrivacyError as error:
+        if any(isinstance(_first(dataset).get(name), str) for name in ("label", "labels")):
+            error.add_note(_OF_TEXT_LABELS)
+        raise
+    except (NotImplementedError, torch.OutOfMemoryError):
         raise
     except _OF_DATA as error:
         said = str(error)
         if not any(words in said.lower() for words in _OF_THE_MACHINE):
-            died = "DataLoader worker" in said and "exited" in said
-            empty = _OF_AN_EMPTY_ONE if _NOTHING.search(said) else None
-            error.add_note(f"{doing} failed. {_OF_A_WORKER if died else empty or _advice(dataset)}")
+            known = (note for words, note in _NOTES.items() if re.search(words, said))
+            error.add_note(f"{doing} failed. {next(known, None) or _advice(dataset)}")
         raise
 
 
-_NOTHING = re.compile(r"\b0 elements|\bsize:? 0\b")
+_NOTES = {
+    r"DataLoader worker.*exited": (
+        "A process that fetched examples died: it had too little memory, or the data set ended it. "
+        "The ledger counts every release. Resume from the last checkpoint with "
+        "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
+    ),
+    r"\b0 elements|\bsize:? 0\b": (
+        "An example has an empty input, such as a text without tokens, and the model cannot run "
+        "it. Remove such examples from train_dataset, for instance by "
+        "train_dataset.filter(lambda row: len(row['input_ids']) > 0), or give each of them one "
+        "token, for instance the one that ends a text."
+    ),
+    r"Target -?\d+ is out of bounds": (
+        "A label is not one of the model's classes, which count from 0. Load the model with the "
+        "number of classes of the data, for instance by "
+        "AutoModelForSequenceClassification.from_pretrained(name, num_labels=6)."
+    ),
+}
+"""Pattern of an error -> the note."""
 
-_OF_AN_EMPTY_ONE = (
-    "An example has an empty input, such as a text without tokens, and the model cannot run it. "
-    "Remove such examples from train_dataset, for instance by "
-    "train_dataset.filter(lambda row: len(row['input_ids']) > 0), or give each of them one token, "
-    "for instance the one that ends a text."
+_OF_TEXT_LABELS = (
+    "The labels of train_dataset are text. Number them, for instance by "
+    "train_dataset.class_encode_column('label') of the library datasets."
 )
 
-_OF_A_WORKER = (
-    "A process that fetched examples died: it had too little memory, or the data set ended it. "
-    "The ledger counts every release. Resume from the last checkpoint with "
-    "resume_from_checkpoint=True, perhaps with dataloader_num_workers=0."
-)
+
+def _first(dataset: Any) -> Mapping[str, Any]:
+    """Return the first example; an empty mapping if it cannot be fetched."""
+    try:
+        example = dataset[0]
+    except Exception:
+        return {}
+    return example if isinstance(example, Mapping) else {}
 
 
 def _advice(dataset: Any) -> str:
+    first = _first(dataset)
+    if "input_ids" not in first and any(isinstance(value, str) for value in first.values()):
+        return (
+            f"{described(dataset)} Its texts are not tokenized. Tokenize them first, for instance "
+            "by train_dataset.map(lambda row: tokenizer(row['text'], truncation=True))."
+        )
     return (
         f"{described(dataset)} Each example must be a mapping with the names of the model's inputs "
         "and its labels, all of one form or padded by the data collator."

@@ -337,6 +337,24 @@ def test_an_empty_text_is_named_as_the_trouble(tmp_path: Path) -> None:
     assert "empty input" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize(
+    ("error", "example", "advice"),
+    [
+        (IndexError("Target 4 is out of bounds."), {"x": 1.5}, "num_labels=6"),
+        (ValueError("give me input_ids"), {"text": "Ada", "label": 1}, "Tokenize them first"),
+        (PrivacyError("no 'labels'"), {"input_ids": [1], "label": "good"}, "class_encode_column"),
+    ],
+)
+def test_a_note_says_what_to_do_about_usual_mistakes(
+    error: Exception, example: dict[str, Any], advice: str
+) -> None:
+    with pytest.raises(type(error)), explaining_bad_data([example], "It"):
+        raise error
+    (note,) = error.__notes__
+    assert advice in note
+    assert "Ada" not in note
+
+
 def test_a_dead_worker_is_distinguished_from_wrong_data() -> None:
     died = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
     with pytest.raises(RuntimeError) as raised, explaining_bad_data([{}], "It"):
