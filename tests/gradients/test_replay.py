@@ -56,7 +56,7 @@ def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_draws_of_a_pass_that_is_begun_again_do_not_count() -> None:
+def test_draws_of_a_pass_begun_again_do_not_count() -> None:
     """The first texts are not padded, so T5's attention receives a mask in a later pass."""
     settings = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
     config = T5Config(**settings, num_layers=1, decoder_start_token_id=0)
