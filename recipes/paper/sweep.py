@@ -61,6 +61,7 @@ from recipes.paper.methods import METHODS
 FOR_THE_RECORD = ("selection_runs", "scored_splits")
 """What results may differ in: how their settings were found, and which other splits they scored."""
 KEYS = {"recipe", "arguments", "tasks", "search", "final", "rows"}
+ZERO_SHOT = "zero_shot"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +104,29 @@ def read(path: Path) -> dict[str, Any]:
         if method not in METHODS:
             raise ValueError(f"{path}: method={method!r} of row {name!r} is not known.")
     return config
+
+
+def place_of(cell: Cell) -> tuple[str, str, str, float | None]:
+    """Return the method of a run, its task, the model that its row names, if any, and its budget.
+
+    Several directions make another method of a zeroth-order one: it has the name of its row.
+    """
+    options = dict(cell.settings)
+    model = str(options.get("model_name_or_path", "")).rpartition("/")[2]
+    if options.get(ZERO_SHOT):
+        return ZERO_SHOT, cell.task, model, None
+    method = cell.row if options.get("n_directions", 1) > 1 else options["method"]
+    return method, cell.task, model, cell.epsilon
+
+
+def title_of(method: str) -> str:
+    """Return what people call a method; the name of a row that is no method."""
+    if method == ZERO_SHOT:
+        return "Zero-shot"
+    if method not in METHODS:
+        return method
+    title = METHODS[method].title
+    return title if METHODS[method].private else f"{title} (non-private)"
 
 
 class Experiments(Sweep):

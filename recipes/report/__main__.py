@@ -28,8 +28,8 @@ from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
 from recipes.report import cards, checks, front_page, hours, paper_figures, state, tables
-from recipes.report.findings import Findings, collect
-from recipes.report.paper_match import read_paper
+from recipes.report.tables import CONFIGS, read_paper
+from recipes.report.tables_gpu import Measured
 from recipes.studies import allocation, pairs_head
 from recipes.subspace import rendering as subspace
 from recipes.synthetic_text import card as synthetic_text
@@ -62,16 +62,17 @@ def _summary(folder: Path) -> dict[str, Any]:
 
 
 @cache
-def _findings(root: Path) -> Findings:
-    """Returns all results of the paper's experiments, and those of stand-ins."""
-    folders = [root / PAPER, *(root / STUDIES / name for name in STAND_INS)]
-    return collect([*folders, (root / "recipes" / GPU).parent])
+def _measured(root: Path) -> Measured:
+    """Return what was measured on a GPU, and the simulated memory of the paper's models."""
+    simulated = [_read(path) for path in sorted((root / PAPER / "memory").glob("*.json"))]
+    curves = {found["model"]: found["memory_curves"] for found in simulated}
+    return Measured(_read(root / "recipes" / GPU), curves)
 
 
 @cache
 def _costs(root: Path) -> list[hours.Cost]:
     plans = {name: sweep.read(CONFIGS / f"{name}.yaml") for name in PLANNED}
-    return [*hours.costs(_findings(root), read_paper(), plans)]
+    return [*hours.costs(_measured(root), read_paper(), plans)]
 
 
 def _first(text: str) -> str:
@@ -79,15 +80,12 @@ def _first(text: str) -> str:
     return text.split("\n\n")[0]
 
 
-CONFIGS = Path(sweep.__file__).parent / "configs" / "sweeps"
 PLANNED = (
     *("printed_roberta", "printed_opt", "printed_vit_fine_tune", "printed_vit"),
     *("printed_roberta_rank", "printed_roberta_quoted", "printed_opt_zeroth"),
     *("aggzo", "roberta_grid"),
 )
 """The sweeps whose hours are told, in the order of their worth."""
-STAND_INS = ("text", "text_trec", "vision")
-"""The studies that are the paper's experiments on smaller models."""
 SWEEPS = tuple(sorted(path.parent.name for path in (ROOT / STUDIES).glob("*/sweep.json")))
 DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
@@ -139,7 +137,9 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "synthetic-text": _of("synthetic_text/results/trec_*.json", synthetic_text.as_markdown),
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),
-    "paper-tables": lambda root: state.of_tables(_findings(root), read_paper()),
+    "paper-tables": lambda root: state.of_tables(
+        tables.our_cells(root / PAPER), _measured(root), read_paper()
+    ),
     "paper-figures": paper_figures.as_markdown,
     "nothing-set": lambda root: state.of_nothing_set(
         {name: _summary(root / STUDIES / name) for name in state.SWEEPS},
@@ -162,8 +162,8 @@ PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
     "recipes/models/results/model_matrix.md": _of(MATRIX, checks.model_matrix),
     f"{PAPER}/hours.md": lambda root: f"{HOURS}\n{hours.by_row(_costs(root))}",
-    "recipes/paper/results/paper_tables.md": lambda root: tables.render(
-        _findings(root), read_paper()
+    f"{PAPER}/paper_tables.md": lambda root: tables.render(
+        tables.our_cells(root / PAPER), _measured(root), read_paper()
     ),
     **{
         f"{cards.CARDS}/{name}/README.md": lambda root, name=name: cards.card(root, name)

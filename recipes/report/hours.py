@@ -16,9 +16,8 @@ from typing import Any
 from recipes.common.markdown import table
 from recipes.common.sweep import Cell, Sweep
 from recipes.paper.experiment import preset_for, preset_path
-from recipes.report.findings import Findings, partition, title_of
-from recipes.report.paper_match import Spec
-from recipes.report.tables_gpu import measured
+from recipes.paper.sweep import title_of
+from recipes.report.tables_gpu import Measured, Spec
 
 LIKE = {"mezo": "dpzero", "lora": "adam", "dp_lora": "dp_adam"}
 """Of which method the throughput is taken where a method has none: never a faster one."""
@@ -52,17 +51,18 @@ class _Plan(Sweep):
         return next(self.grid(name), {}), 0
 
 
-def costs(findings: Findings, paper: Spec, sweeps: Mapping[str, Any]) -> Iterator[Cost]:
+def costs(measured: Measured, paper: Spec, sweeps: Mapping[str, Any]) -> Iterator[Cost]:
     """Yields what each row takes of the sweeps, whose configs are given by name."""
     for name, config in sweeps.items():
         plan = _Plan(config, Path())
         cells = [*plan.search(), *plan.final()]
-        for row, own in partition(cells, lambda cell: cell.row).items():
-            found = [_hours(cell, config["recipe"], findings, paper) for cell in own]
+        for row in config["rows"]:
+            own = [cell for cell in cells if cell.row == row]
+            found = [_hours(cell, config["recipe"], measured, paper) for cell in own]
             yield Cost(name, row, tuple(hours for hours, _ in found), found[0][1])
 
 
-def _hours(cell: Cell, recipe: str, findings: Findings, paper: Spec) -> tuple[float, str]:
+def _hours(cell: Cell, recipe: str, measured: Measured, paper: Spec) -> tuple[float, str]:
     """Returns the hours of a run, and where its throughput is from."""
     given = dict(cell.settings)
     task, method = given.get("task", cell.task), given["method"]
@@ -74,19 +74,18 @@ def _hours(cell: Cell, recipe: str, findings: Findings, paper: Spec) -> tuple[fl
     steps, batch = options.get("max_steps"), options["expected_batch_size"]
     if steps is None:
         columns = [c for spec in paper["tables"].values() for c in spec["columns"].values()]
-        examples = next(c["sizes"]["train"] for c in columns if c["task"] == task)
+        examples = next(c["examples"] for c in columns if c["task"] == task)
         steps = options["num_train_epochs"] * examples / batch
     timing = next(spec for spec in paper["timings"] if model in spec["names"])
-    rate, source = _throughput(method, timing, findings)
+    rate, source = _throughput(method, timing, measured)
     return steps * batch * options.get("n_directions", 1) / rate / 3600, source
 
 
-def _throughput(method: str, timing: Spec, findings: Findings) -> tuple[float, str]:
+def _throughput(method: str, timing: Spec, measured: Measured) -> tuple[float, str]:
     for name in dict.fromkeys((method, LIKE.get(method, method))):
         like = "" if name == method else f"{ESTIMATED}{title_of(name)}"
-        found = measured(findings, timing, name)
-        if found and "samples_per_second" in found:
-            return found["samples_per_second"], f"{MEASURED}{found['samples_per_second']:.1f}{like}"
+        if rate := measured.step(timing, name).get("samples_per_second"):
+            return rate, f"{MEASURED}{rate:.1f}{like}"
         for line in timing["rows"]:
             if line["method"] == name and line["samples_per_second"] != "OOM":
                 rate = line["samples_per_second"]
@@ -108,7 +107,8 @@ def by_row(found: Sequence[Cost]) -> str:
 def by_sweep(found: Sequence[Cost]) -> str:
     """Returns a table with a line for each sweep, and how much of its hours was measured."""
     rows = []
-    for name, own in partition(found, lambda cost: cost.sweep).items():
+    for name in dict.fromkeys(cost.sweep for cost in found):
+        own = [cost for cost in found if cost.sweep == name]
         hours = {cost: sum(cost.hours) for cost in own}
         sure = sum(
             hours[cost]

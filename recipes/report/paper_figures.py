@@ -18,8 +18,8 @@ from recipes.common.markdown import NOT_RUN, Score, mean_and_error, table
 from recipes.common.plots import Panels, Points, logarithmic
 from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS
-from recipes.report.findings import title_of
-from recipes.report.paper_match import read_paper
+from recipes.paper.sweep import title_of
+from recipes.report.tables import read_paper
 
 RESULTS = Path("recipes/paper/results")
 SIMULATED = "simulated"

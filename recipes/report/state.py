@@ -7,9 +7,8 @@ from itertools import product
 from typing import Any
 
 from recipes.common.markdown import BLANK, NOT_RUN, Score, budget, score_text, table
-from recipes.report.findings import Findings
-from recipes.report.paper_match import Spec, belongs, column_of, unlike
-from recipes.report.tables_gpu import measured
+from recipes.report.tables import Cells, places_of
+from recipes.report.tables_gpu import Measured, Spec
 
 FORMULAS = {
     "tab:alg-comp": "a comparison in words; what runs here is in [methods](#methods)",
@@ -55,26 +54,26 @@ SWEEPS = frozenset(
 )
 
 
-def of_tables(findings: Findings, paper: Spec) -> str:
+def of_tables(ours: Cells, measured: Measured, paper: Spec) -> str:
     """Returns a line for each table of the paper: how many of its numbers we have, too."""
     rows = [[f"`{label}`", BLANK, said] for label, said in FORMULAS.items()]
     for name, spec in paper["tables"].items():
-        same = [run for run in findings.runs if belongs(run, spec) and not unlike(run, spec)]
-        found = {(run.method, run.epsilon, column_of(run, spec)) for run in same}
-        printed = len(spec["rows"]) * len(spec["columns"])
-        cells = f"{len(found)} of {printed} cells" if found else f"{NOT_RUN}: 0 of {printed} cells"
+        places = places_of(spec)
+        wanted = {(r["method"], *p, r.get("epsilon")) for r, p in product(spec["rows"], places)}
+        found = len(wanted & ours.keys())
+        cells = f"{NOT_RUN}: " * (not found) + f"{found} of {len(wanted)} cells"
         rows.append([f"`{spec['label']}`", spec["title"], cells])
         label = paper["settings"][name]["label"]
         if label.startswith("tab:"):
             rows.append([f"`{label}`", "settings behind it", "in the printed sweeps"])
     for label in dict.fromkeys(spec["label"] for spec in paper["timings"]):
         own = [
-            measured(findings, spec, line["method"])
+            measured.step(spec, line["method"])
             for spec in paper["timings"]
             for line in spec["rows"]
             if spec["label"] == label
         ]
-        here = sum(row is not None for row in own)
+        here = sum(map(bool, own))
         rows.append([f"`{label}`", "throughput and hours", f"{here} of {len(own)} rows measured"])
     unique = {row[0]: row for row in rows}
     return table(["The paper's", "What", "State"], unique.values())

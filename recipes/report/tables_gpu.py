@@ -6,7 +6,8 @@ numbers and, if it projects, the paper's rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from recipes.common.markdown import (
@@ -20,13 +21,46 @@ from recipes.common.markdown import (
     shown,
 )
 from recipes.gpu_report.table import ADAMW, MATERIALISED
-from recipes.report.findings import Findings, title_of
-from recipes.report.paper_match import Spec
+from recipes.paper.methods import METHODS
+from recipes.paper.sweep import title_of
 
 GB = 1e9  # bytes, as in the paper
 
+Spec = Mapping[str, Any]
+"""A part of ``paper_tables.yaml``."""
 
-def timings(findings: Findings, paper: Spec) -> Iterator[str]:
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on a GPU, and what was simulated.
+
+    Args:
+        rows: those of ``gpu_report``.
+        curves: peaks in bytes, by model, method and batch size (``recipes.paper.memory_curves``).
+    """
+
+    rows: Sequence[Mapping[str, Any]] = ()
+    curves: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
+
+    def row(self, model: Spec, title: str, batch_size: int | None = None) -> Mapping[str, Any]:
+        """Return the row of a model by what ``gpu_report`` calls a method; empty if none."""
+        for found in self.rows:
+            same = (found["model"], found["precision"], found["method"])
+            if (
+                same == (model["measured"], "float32", title)
+                and found.get("rank", model["rank"]) == model["rank"]
+                and batch_size in (None, found["batch_size"])
+                and "failed" not in found
+            ):
+                return found
+        return {}
+
+    def step(self, model: Spec, method: str) -> Mapping[str, Any]:
+        """Return the row of a model of the paper's timings and a method; empty if there is none."""
+        return self.row(model, ADAMW if method == "adam" else METHODS[method].title)
+
+
+def timings(measured: Measured, paper: Spec) -> Iterator[str]:
     """Yield throughput and hours, the paper's and ours."""
     yield from ("## Throughput and hours", "")
     yield from header(["Model", "Method", *headings(["samples/s", "hours"]), "measured with"])
@@ -34,7 +68,7 @@ def timings(findings: Findings, paper: Spec) -> Iterator[str]:
         for line in model["rows"]:
             theirs = [shown(line[name], BLANK) for name in ("samples_per_second", "hours")]
             ours, where = [NOT_RUN, NOT_RUN], BLANK
-            if found := measured(findings, model, line["method"]):
+            if found := measured.step(model, line["method"]):
                 where = f"B={found['batch_size']}; {found['device']}"
                 ours = ["OOM", "OOM"]
                 if rate := found.get("samples_per_second"):
@@ -46,7 +80,7 @@ def timings(findings: Findings, paper: Spec) -> Iterator[str]:
     yield from bullets(paper["timing_notes"])
 
 
-def memory(findings: Findings, paper: Spec) -> Iterator[str]:
+def memory(measured: Measured, paper: Spec) -> Iterator[str]:
     """Yield reserved memory and the share saved against DP-Adam: the paper's, ours, simulated."""
     yield from ("## Memory", "", "Of all that a method takes:", "")
     columns = headings(["GB", "saved against DP-Adam"])
@@ -55,17 +89,17 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
     )
     for model in paper["memory_measured"]:
         for line in model["rows"]:
-            title, size = line.get("measured") or _title(line["method"]), line["batch_size"]
+            title, size = line["title"], line["batch_size"]
             theirs = [shown(line.get("gb"), BLANK), shown(line.get("saved"), BLANK)]
-            found = _row(findings, model, title, size)
+            found = measured.row(model, title, size)
             ours, where = [NOT_RUN, NOT_RUN], BLANK
             if found:
                 where = found["device"]
                 ours = ["OOM", BLANK]
                 if reserved := found.get("reserved"):
-                    whole = _row(findings, model, MATERIALISED, size) or {}
+                    whole = measured.row(model, MATERIALISED, size)
                     ours = [f"{reserved / GB:.1f}", _saved(reserved, whole.get("reserved"))]
-            curves = findings.curves.get(model["measured"], {})
+            curves = measured.curves.get(model["measured"], {})
             ranked = title if title in curves else f"{title}, r = {model['rank']}"
             peak = curves.get(ranked, {}).get(str(size))
             whole_peak = curves.get(MATERIALISED, {}).get(str(size))
@@ -81,29 +115,3 @@ def memory(findings: Findings, paper: Spec) -> Iterator[str]:
 
 def _saved(size: float, whole: float | None) -> str:
     return BLANK if whole is None or whole == size else f"{1 - size / whole:.1%}"
-
-
-def _title(method: str) -> str:
-    """Returns what ``gpu_report`` calls the paper's form of a method."""
-    return {"adam": ADAMW, "dp_adam": MATERIALISED}.get(method) or title_of(method)
-
-
-def measured(findings: Findings, model: Spec, method: str) -> Mapping[str, Any] | None:
-    """Return the row of a report for a model of the paper's timings and a method, if any."""
-    return _row(findings, model, ADAMW if method == "adam" else title_of(method))
-
-
-def _row(
-    findings: Findings, model: Spec, title: str, batch_size: int | None = None
-) -> Mapping[str, Any] | None:
-    for report in findings.reports.values():
-        for found in report:
-            same = (found["model"], found["precision"], found["method"])
-            if (
-                same == (model["measured"], "float32", title)
-                and found.get("rank", model["rank"]) == model["rank"]
-                and batch_size in (None, found["batch_size"])
-                and "failed" not in found
-            ):
-                return found
-    return None

@@ -31,7 +31,6 @@ from recipes.paper.memory import (
     sizes_of,
 )
 from recipes.paper.methods import METHODS
-from recipes.report.findings import collect
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
@@ -263,4 +262,3 @@ def test_curves_have_the_peak_of_each_method_and_batch(
     assert list(curves) == [*memory_curves.METHODS, "DP-GRAPE, r = 4"]
     assert all(found["2"] <= found["32"] for found in curves.values())
     assert curves["DP-Adam, materialised"]["32"] > curves["DP-GRAPE, r = 4"]["32"]
-    assert collect([tmp_path]).curves == {name: curves}

@@ -1,6 +1,5 @@
 """Results of experiments as ``recipes.paper.experiment`` writes them, and runs that are killed."""
 
-import json
 import subprocess
 import sys
 import time
@@ -58,15 +57,6 @@ def made_up(score: float, family: str = "roberta", **changes: Any) -> dict[str, 
         else:
             script[name] = value
     return result | {"script": script, "settings": settings}
-
-
-def saved(folder: Path, *results: dict[str, Any]) -> Path:
-    """The folder, with a file for each result more in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for result in results:
-        number = len(list(folder.iterdir()))
-        (folder / f"{number}.json").write_text(json.dumps(result))
-    return folder
 
 
 def rows(text: str, start: str) -> list[list[str]]:
