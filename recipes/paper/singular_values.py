@@ -18,36 +18,29 @@ It writes functions of the training data without noise among them: for data that
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, make_dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import set_seed
 
-from dp_grape_hf import DPGrapeTrainingArguments, per_sample_gradients
+from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import LossFunction
 from dp_grape_hf.mechanism import add_clipped_sum_
 from dp_grape_hf.projections import projection_targets
 from recipes.common.provenance import origin, recorded, write
-from recipes.paper import opt, vit
-from recipes.paper.experiment import Experiment, Family, freeze, parse
+from recipes.paper.experiment import first_batch, loaded
 
 Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
-
-FAMILIES: dict[str, Family[Any]] = {family.name: family for family in (vit.FAMILY, opt.FAMILY)}
-WHOLE = ["--method", "dp_adam", "--noise_multiplier", "0"]
-"""Gradients that nothing is projected of; nothing is trained. The command line wins over it."""
 
 
 @dataclass
 class SpectrumArguments:
-    """Which gradients are looked at; beside what a family asks for."""
+    """Which gradients are looked at; beside the arguments of a recipe."""
 
     bounds: list[float] = field(
         default_factory=lambda: [0.01, 0.1, 1.0, 10.0, 100.0],
@@ -61,62 +54,35 @@ class SpectrumArguments:
         default=64, metadata={"help": "How many singular values, from the largest on."}
     )
     spectrum_path: str | None = field(
-        default=None,
-        metadata={"help": "The file that is written. Default: in runs, by family, model and task."},
+        default=None, metadata={"help": "The file. Default: in runs, by model and task."}
     )
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Computes what the command line asks for, writes it, and returns it.
-
-    Raises:
-        FileExistsError: if the file is there.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--family", choices=FAMILIES, required=True)
-    chosen, words = first.parse_known_args(argv)
-    known = FAMILIES[chosen.family]
-    both = make_dataclass("Arguments", [], bases=(SpectrumArguments, known.script))
-    script, args = parse(Family(known.name, both, known.tasks, known.load), [*WHOLE, *words])
-    name = f"{known.name}-{Path(script.model_name_or_path).name}-{script.task}"
-    path = Path(script.spectrum_path or f"runs/singular_values-{name}.json")
-    if path.exists():
-        raise FileExistsError(f"{path} exists: move it, or give another --spectrum_path.")
-    set_seed(args.seed)
-    experiment = known.load(script, args)
-    freeze(experiment.model, script.frozen)
-    model = experiment.model.to(args.device).train()
+    """Compute what the command line asks for, write it, and return it."""
+    script, args, experiment = loaded(SpectrumArguments, argv)
     bounds = [math.inf, *script.bounds]
-    sums = clipped_sums(model, first_batch(experiment, args), bounds, experiment.loss)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    spectra = [
-        {"C": bound if math.isfinite(bound) else None, "sigma": sigma}
-        | mean_spectrum(sums[bound], bound, sigma, args.logical_batch_size, script.top, generator)
-        for bound in sums
-        for sigma in ([0.0, *script.noise_multipliers] if math.isfinite(bound) else [0.0])
-    ]
+    batches = first_batch(experiment, args, experiment.train)
+    sums = clipped_sums(experiment.model, batches, bounds, experiment.loss)
+    generator, size = torch.Generator(args.device).manual_seed(args.seed), args.logical_batch_size
+    spectra = []
+    for bound, total in sums.items():
+        for sigma in [0.0, *script.noise_multipliers] if math.isfinite(bound) else [0.0]:
+            released = [privatised(g, bound, sigma, size, generator) for g in total.values()]
+            setting = {"C": bound if math.isfinite(bound) else None, "sigma": sigma}
+            spectra.append(setting | {"singular_values": mean_spectrum(released, script.top)})
     result = {
-        "family": known.name,
         "script": asdict(script),
         "settings": recorded(args),
         "spectra": spectra,
         **origin(),
         "notes": ["not private: raw gradients are among these", *experiment.notes],
     }
+    name = f"{Path(script.model_name_or_path).name}-{script.task}"
+    path = Path(script.spectrum_path or f"runs/singular_values-{name}.json")
     write(path, result)
     sys.stdout.write(f"{path}\n")
     return result
-
-
-def first_batch(
-    experiment: Experiment, args: DPGrapeTrainingArguments
-) -> Iterator[dict[str, Tensor]]:
-    """Yields the physical batches of one logical batch, of exactly the expected size."""
-    generator = torch.Generator().manual_seed(args.seed)
-    order = torch.randperm(len(experiment.train), generator=generator)[: args.logical_batch_size]
-    for chosen in order.split(args.per_device_train_batch_size):
-        batch = experiment.collator([experiment.train[int(i)] for i in chosen])
-        yield {name: value.to(args.device) for name, value in batch.items()}
 
 
 @torch.no_grad()
@@ -160,28 +126,16 @@ def singular_values(gradient: Tensor, top: int) -> Tensor:
 
     They are the roots of eigenvalues of its smaller Gram matrix in float64, which takes a fraction
     of the time of a decomposition and keeps what float32 tells.
-
-    Raises:
-        ValueError: if it has fewer.
     """
-    if top > min(gradient.shape):
-        raise ValueError(
-            f"top={top}: a matrix of {tuple(gradient.shape)} has fewer singular values."
-        )
     tall = gradient.double() if gradient.shape[0] >= gradient.shape[1] else gradient.T.double()
     eigenvalues = torch.linalg.eigvalsh(tall.T @ tall)  # in rising order
     return eigenvalues[-top:].flip(0).clamp(min=0).sqrt().to(gradient.dtype)
 
 
-def mean_spectrum(
-    sums: Sums, bound: float, sigma: float, size: int, top: int, generator: torch.Generator
-) -> dict[str, list[float]]:
-    """Returns singular values averaged over layers, at one setting."""
-    values = [
-        singular_values(privatised(clipped, bound, sigma, size, generator), top).cpu()
-        for clipped in sums.values()
-    ]
-    return {"singular_values": [float(f"{v:.6g}") for v in torch.stack(values).mean(0).tolist()]}
+def mean_spectrum(gradients: Iterable[Tensor], top: int) -> list[float]:
+    """Return singular values averaged over layers, with six digits."""
+    values = torch.stack([singular_values(gradient, top).cpu() for gradient in gradients])
+    return [float(f"{value:.6g}") for value in values.mean(0).tolist()]
 
 
 if __name__ == "__main__":

@@ -86,52 +86,44 @@ def test_a_summary_weighs_layers_together_by_their_energy() -> None:
 
 # ---- The recipe ----
 
-
-@pytest.fixture
-def opt(tmp_path: Path) -> Path:
-    folder = tmp_path / "opt"
-    questions.save_model_and_questions(folder)
-    return folder
+SMALL = {
+    **{"noise_multiplier": 1, "expected_batch_size": 6, "per_device_train_batch_size": 4},
+    "use_cpu": True,
+}
 
 
-def words(folder: Path, **options: Any) -> list[str]:
-    small = {"samples": 6, "batch_size": 4, "output_dir": folder / "out", "device": "cpu"}
-    given = {f"--{name}={value}" for name, value in {**small, **options}.items()}
-    return [*sorted(given), "--ranks", "2", "4"]
+def words(family: str, folder: Path, **options: Any) -> list[str]:
+    given = {"measured_dir": folder / "out", **SMALL, **options}
+    return [f"--family={family}", *(f"--{k}={v}" for k, v in given.items()), "--ranks", "2", "4"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["classification", "causal_lm"])
-def test_texts_are_measured_drawn_and_rendered(tmp_path: Path, opt: Path, task: str) -> None:
-    data = opt / "SST2"
-    given = words(tmp_path, model_name_or_path=opt, dataset_path=data, task=task)
-    record = subspace.main([*given, f"--public_dataset={opt / 'SQuAD'}"])
-    assert list(record["shares"]) == list(SOURCES)
-    assert (record["model"], record["data"], record["public"]) == ("opt", "SST2", "SQuAD")
+def test_texts_are_measured_drawn_and_rendered(tmp_path: Path) -> None:
+    questions.save_model_and_questions(tmp_path / "opt")
+    data = tmp_path / "opt" / "SST2"
+    sizes = {"num_train": 8, "num_dev": 2, "num_eval": 2}
+    options = {"model_name_or_path": tmp_path / "opt", "dataset_path": data, "config": "ours"}
+    record = subspace.main(words("opt", tmp_path, task="SST2", **options, **sizes))
+    assert list(record["shares"]) == [name for name in SOURCES if name != PUBLIC]
+    assert (record["model"], record["data"], record["public"]) == ("opt", "SST2", None)
     assert json.loads((tmp_path / "out" / "opt-SST2.json").read_text()) == record
     assert (tmp_path / "out" / "subspace.png").stat().st_size > 10_000
     table = as_markdown(read_results(tmp_path / "out"))
-    assert table.count("\n") == 2 + len(SOURCES)
-    whole = record["shares"][PUBLIC]["2"]["together"]
-    assert f"| opt, SST2 | {SOURCES[PUBLIC]} | {whole:.0%} (" in table
+    assert table.count("\n") == 2 + len(record["shares"])
+    whole = record["shares"][DATA]["2"]["together"]
+    assert f"| opt, SST2 | {SOURCES[DATA]} | {whole:.0%} (" in table
 
 
 def test_images_are_measured(tmp_path: Path) -> None:
-    only("vit").model().save_pretrained(tmp_path / "vit")
     (tmp_path / "mnist").mkdir()
     mnist.write_mnist(tmp_path / "mnist", mnist.both_splits((8, 8), counts=(20, 10)))
-    options = {"model_name_or_path": tmp_path / "vit", "dataset_path": tmp_path / "mnist"}
-    record = subspace.main(words(tmp_path, task="images", **options))
-    assert list(record["shares"]) == [name for name in SOURCES if name != PUBLIC]
+    given = mnist.words(tmp_path, tmp_path / "mnist", public_dataset=tmp_path / "mnist")
+    here = [f"--measured_dir={tmp_path / 'out'}", "--ranks", "2", "4"]
+    record = subspace.main(["--family=vit", *given, *here])
+    assert list(record["shares"]) == list(SOURCES)
     shares = {source: record["shares"][source]["4"]["median"] for source in record["shares"]}
     assert shares[GRADIENTS] == max(shares.values())
     assert shares[DATA] > shares[RANDOM]
-
-
-def test_a_missing_column_is_named(tmp_path: Path, opt: Path) -> None:
-    given = words(tmp_path, model_name_or_path=opt, dataset_path=opt / "SQuAD")
-    with pytest.raises(ValueError, match=r"no column 'label'.*--label_column"):
-        subspace.main(given)
 
 
 def test_a_model_without_projected_layers_is_refused() -> None:
