@@ -24,10 +24,10 @@ from recipes.paper import memory, memory_curves
 from recipes.paper.memory import (
     FORMULAS,
     Compared,
-    Comparison,
-    Sizes,
+    as_text,
     compare,
     every_method,
+    formulas_of,
     sizes_of,
 )
 from recipes.paper.methods import METHODS
@@ -55,8 +55,9 @@ def model() -> ModelOfConfig:
 def test_the_formulas_are_those_of_the_papers_table() -> None:
     # Of weights of 6 x 10 and 12 x 4, projected along 6 and 4 to rank 2, and a bias of 6.
     full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
-    sizes = Sizes(5, full, coordinates, projections=2 * 6 + 2 * 4, largest=2 * 6)
-    values = {method: tuple(row.bytes(sizes).values()) for method, row in FORMULAS.items()}
+    sizes = {"B": 5, "sum m n": full, "r sum n": coordinates, "r sum m": 2 * 6 + 2 * 4}
+    sizes["r max m"] = 2 * 6
+    values = {method: tuple(formulas_of(method, sizes).values()) for method in FORMULAS}
     assert values == {
         "adam": (4 * full, 8 * full, 0),
         "galore": (4 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
@@ -71,20 +72,17 @@ def test_a_model_is_projected_as_the_trainer_projects_it(model: ModelOfConfig) -
     # Four attention matrices, two of the feed-forward, and the dense layer of the head.
     square, wide = 5 * 32 * 32, 2 * 32 * 64
     kept = numbers - square - wide + 8 * (5 * 32 + 2 * 64)
-    assert sizes_of(model, SETTING) == (SIZE, numbers, kept, 8 * 7 * 32, 8 * 32)
+    assert [*sizes_of(model, SETTING).values()] == [SIZE, numbers, kept, 8 * 7 * 32, 8 * 32]
 
 
 # ---- Every method ----
 
 
 @pytest.fixture(scope="module")
-def comparison(model: ModelOfConfig) -> Comparison:
-    return compare(model, SETTING)
-
-
-@pytest.fixture
-def rows(comparison: Comparison) -> list[Compared]:
-    return comparison.rows
+def rows(model: ModelOfConfig) -> list[Compared]:
+    found = every_method(SETTING)
+    compare(model, found)
+    return found
 
 
 def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
@@ -119,16 +117,16 @@ def test_what_is_simulated_is_what_the_formulas_say(
         "dp_grape": one(rows, "dp_grape"),
     }
     for method, row in compared_with.items():
-        said, found = FORMULAS[method].bytes(sizes), row.footprint
+        said, found = formulas_of(method, sizes), row.footprint
         assert 0 <= found.optimizer - said["optimizer"] <= BLOCK * tensors, method
         if method != "dp_grape":  # which keeps P of all layers, and the formula one at a time
             assert 0 <= found.projectors - said["projectors"] <= BLOCK * tensors, method
-    assert one(rows, "dp_grape").footprint.projectors == 4 * sizes.projections
-    plain, said = one(rows, ADAMW).footprint, FORMULAS["adam"].bytes(sizes)
+    assert one(rows, "dp_grape").footprint.projectors == 4 * sizes["r sum m"]
+    plain, said = one(rows, ADAMW).footprint, formulas_of("adam", sizes)
     assert 0 <= plain.gradients - said["gradients"] <= BLOCK * tensors
     # Gradients per sample, and at the same time a part of their sum.
     dense = one(rows, "dp_adam", "materialise").footprint.gradients
-    said = FORMULAS["dp_adam"].bytes(sizes)
+    said = formulas_of("dp_adam", sizes)
     assert said["gradients"] <= dense <= said["gradients"] * (1 + 1 / SIZE) + BLOCK * tensors
 
 
@@ -149,7 +147,8 @@ def test_an_unsupported_combination_is_refused_in_its_row(model: ModelOfConfig) 
     setting = Setting(batch_size=SIZE, dtype=torch.bfloat16)
     found = every_method(setting)
     refused, possible = few = [one(found, "dpzero"), one(found, "dp_sgd")]
-    text = compare(model, setting, few).as_text()
+    compare(model, few)
+    text = as_text(few, sizes_of(model, setting))
     assert "Load the model in float32" in refused.refused
     assert possible.refused == ""
     assert f"\nDPZero: {refused.refused}\n" in text
@@ -194,16 +193,14 @@ def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
 
 
 @pytest.mark.slow
-def test_the_tables_have_a_line_for_each_method(comparison: Comparison) -> None:
-    text = comparison.as_text()
+def test_the_tables_have_a_line_for_each_method(rows: list[Compared], model: ModelOfConfig) -> None:
+    text = as_text(rows, sizes_of(model, SETTING))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
-    for row in comparison.rows:
+    for row in rows:
         assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
-    assert "AdamW  " in text
-    assert lines[2] == ""
-    assert lines[3].split() == "a step GFLOP peak, MiB reached in".split()
-    assert "B r sum n" in text
+    assert lines[0].split() == "a step GFLOP peak, MiB reached in".split()
+    assert "B * r sum n" in text
 
 
 @pytest.fixture
@@ -213,22 +210,14 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_prints_json(
+def test_the_command_names_the_model_and_its_batch(
     config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def few(setting: Setting) -> list[Compared]:
-        found = every_method(setting)
-        return [one(found, ADAMW), one(found, "dp_grape")]
-
-    monkeypatch.setattr(memory, "every_method", few)
-    memory.main(f"--model_name_or_path {config} --batch_size 4 --seq_len 8 --json".split())
-    result = json.loads(capsys.readouterr().out)
-    assert [row["method"] for row in result["rows"]] == [ADAMW, "dp_grape"]
-    for row in result["rows"]:
-        assert not any("seconds" in name for name in row)
-        assert row["peak"] == sum(row["kinds"].values())
-        assert row["formulas"].keys() == {"gradients", "optimizer", "projectors"}
-        assert row["optimizer"] >= row["formulas"]["optimizer"] > 0
+    monkeypatch.setattr(memory, "every_method", lambda setting: every_method(setting)[:1])
+    memory.main(f"--model_name_or_path {config} --batch_size 4 --seq_len 8".split())
+    text = capsys.readouterr().out
+    assert "\nbatch 4, 8 tokens" in text
+    assert "\nAdamW  " in text
 
 
 @pytest.mark.slow
