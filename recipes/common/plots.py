@@ -7,12 +7,8 @@ colours.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import count
-from typing import Any
+from collections.abc import Mapping
 
-from matplotlib.artist import Artist
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -22,106 +18,73 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS, DASHES = "osD^vP*X", ("-", "--", "-.", ":")
 COLUMNS = 3  # of panels
 MANY = 40  # points of a line; longer lines have no markers
-MOST_TICKS = 12  # labelled ticks of an axis
 
 Points = Mapping[float, Score]
-"""Position on the x axis -> score."""
+"""Position on the x axis -> score. A score at infinity is a line across the panel."""
+Lines = Mapping[str, Points]
+"""What a panel shows, by the label of the line."""
 
 
-class Panels:
-    """A figure with panels, to which lines are added.
+def draw(
+    panels: Mapping[str, Lines],
+    title: str,
+    axes: tuple[str, str],
+    scale: tuple[str, str] = ("linear", "linear"),
+    marks: Mapping[str, str] | None = None,
+) -> Figure:
+    """Return a figure with bars for standard errors, and one legend below all panels.
 
     Args:
-        titles: one for each panel.
-        title: the title of the figure.
+        panels: the lines of each panel, by its title.
+        title: of the figure.
+        axes: the names of the axes.
+        scale: of the axes. A logarithmic x axis has a tick at each point.
+        marks: a word across a panel, behind its lines.
     """
-
-    def __init__(self, titles: Sequence[str], title: str) -> None:
-        columns = min(COLUMNS, len(titles))
-        rows = math.ceil(len(titles) / columns)
-        size = (max(5.0, 4.2 * columns), 3.6 * rows + 1.4)
-        self.figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
-        self.figure.suptitle(title)
-        grid = [*self.figure.subplots(rows, columns, squeeze=False).flat]
-        self.axes: list[Axes] = grid[: len(titles)]
-        for unused in grid[len(titles) :]:
-            unused.set_axis_off()
-        for panel, name in zip(self.axes, titles, strict=True):
-            panel.set_title(name, fontsize=10)
-            panel.grid(alpha=0.3)
-        self._styles: dict[str, dict[str, Any]] = {}
-        self._numbers = count()
-
-    def line(self, panel: Axes, label: str, points: Points) -> None:
-        """Draw a line through points, with bars for standard errors.
-
-        Args:
-            panel: one of ``axes``.
-            label: the label in the legend.
-            points: the points of the line.
-        """
-        places = sorted(points)
-        means = [points[place][0] for place in places]
-        errors = [points[place][1] or 0.0 for place in places]
-        style = {**self._style(label)}
-        if len(places) > MANY:
-            style["marker"] = ""
-        panel.plot(places, means, label=label, **style)
-        if not any(errors):
-            return
-        panel.errorbar(places, means, errors, color=style["color"], fmt="none", capsize=2)
-
-    def across(self, panel: Axes, label: str, height: float) -> None:
-        """Draw a horizontal line across a panel."""
-        style = {**self._style(label), "marker": "", "ls": ":"}
-        panel.axhline(height, label=label, **style)
-
-    def mark(self, panel: Axes, text: str) -> None:
-        """Write a word across a panel, behind its lines."""
-        place = {"transform": panel.transAxes, "ha": "center", "va": "center", "rotation": 25}
-        panel.text(0.5, 0.5, text, fontsize=26, color="grey", alpha=0.45, zorder=0, **place)
-
-    def _style(self, label: str) -> dict[str, Any]:
-        if label not in self._styles:
-            number = next(self._numbers)
-            self._styles[label] = {
-                "color": COLOURS[number % len(COLOURS)],
-                "marker": MARKERS[number % len(MARKERS)],
-                "ls": DASHES[number // len(COLOURS) % len(DASHES)],
-                "ms": 5,
-                "lw": 1.5,
-            }
-        return self._styles[label]
-
-    def finished(self, across: str, up: str) -> Figure:
-        """Return the figure, with axis labels and one legend below all panels."""
-        handles: dict[str, Artist] = {}
-        for panel in self.axes:
-            panel.set_xlabel(across)
-            panel.set_ylabel(up)
-            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
-                handles.setdefault(label, handle)
-        if not handles:
-            return self.figure
-        columns = 1 if max(map(len, handles)) > 40 else min(4, len(handles), 2 * len(self.axes))
-        self.figure.legend(
-            handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8
-        )
-        return self.figure
-
-
-def logarithmic(panel: Axes, places: Sequence[float]) -> None:
-    """Set a logarithmic x axis with ticks at some places.
-
-    If labels would overlap, only the first one is shown.
-    """
-    places = sorted(places)
-    room = math.log2(places[-1] / places[0]) / MOST_TICKS
-    labels, last = [], -math.inf
-    for place in places:
-        shown = math.log2(place) - last >= room
-        labels.append(f"{place:g}" if shown else "")
-        last = math.log2(place) if shown else last
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(places, labels=labels)
-    panel.minorticks_off()
+    columns = min(COLUMNS, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    size = (max(5.0, 4.2 * columns), 3.6 * rows + 1.4)
+    figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.06))
+    figure.suptitle(title)
+    grid = [*figure.subplots(rows, columns, squeeze=False).flat]
+    for unused in grid[len(panels) :]:
+        unused.set_axis_off()
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    handles = {}
+    for panel, (name, lines) in zip(grid, panels.items(), strict=False):
+        panel.set_title(name, fontsize=10)
+        panel.set(xlabel=axes[0], ylabel=axes[1])
+        panel.grid(alpha=0.3)
+        middle = {"transform": panel.transAxes, "ha": "center", "va": "center", "rotation": 25}
+        mark = (marks or {}).get(name, "")
+        panel.text(0.5, 0.5, mark, fontsize=26, color="grey", alpha=0.45, zorder=0, **middle)
+        places = sorted({place for points in lines.values() for place in points} - {math.inf})
+        if not lines:
+            panel.set(xticks=[], yticks=[])
+            continue
+        panel.set_yscale(scale[1])
+        if scale[0] == "log" and places:
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(places, labels=[f"{place:g}" for place in places])
+            panel.minorticks_off()
+        for label, points in lines.items():
+            number = labels.index(label)
+            colour = COLOURS[number % len(COLOURS)]
+            if across := points.get(math.inf):
+                handles[label] = panel.axhline(across[0], label=label, color=colour, ls=":")
+                continue
+            at = sorted(points)
+            means, errors = zip(*(points[place][:2] for place in at), strict=True)
+            style = {"marker": MARKERS[number % len(MARKERS)], "ms": 5, "lw": 1.5, "color": colour}
+            style["ls"] = DASHES[number // len(COLOURS) % len(DASHES)]
+            if len(at) > MANY:
+                style["marker"] = ""
+            (handles[label],) = panel.plot(at, means, label=label, **style)
+            if any(errors):
+                bars = [error or 0.0 for error in errors]
+                panel.errorbar(at, means, bars, color=colour, fmt="none", capsize=2)
+    if handles:
+        wide = 1 if max(map(len, handles)) > 40 else min(4, len(handles), 2 * len(panels))
+        place = "outside lower center"
+        figure.legend(handles.values(), handles, loc=place, ncols=wide, fontsize=8)
+    return figure

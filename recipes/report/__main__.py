@@ -27,7 +27,7 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import cards, checks, front_page, hours, paper_figures, state, tables
+from recipes.report import cards, checks, figures, front_page, hours, state, tables
 from recipes.report.tables import CONFIGS, read_paper
 from recipes.report.tables_gpu import Measured
 from recipes.studies import allocation, pairs_head
@@ -140,7 +140,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "paper-tables": lambda root: state.of_tables(
         tables.our_cells(root / PAPER), _measured(root), read_paper()
     ),
-    "paper-figures": paper_figures.as_markdown,
+    "paper-figures": figures.as_markdown,
     "nothing-set": lambda root: state.of_nothing_set(
         {name: _summary(root / STUDIES / name) for name in state.SWEEPS},
         [_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "nothing_set")],

@@ -9,8 +9,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from recipes.common import plots
 from recipes.common.markdown import table
-from recipes.common.plots import Panels, logarithmic
 from recipes.subspace.energies import SOURCES
 
 Record = Mapping[str, Any]
@@ -49,14 +49,13 @@ def _cell(share: Mapping[str, float] | None) -> str:
 
 def draw(records: Sequence[Record]) -> Figure:
     """Return a plot of the shares of all layers together against r, a panel for each record."""
-    panels = Panels(
-        [_title(record) for record in records], "Per-sample gradient energy that P keeps"
-    )
-    for panel, record in zip(panels.axes, records, strict=True):
-        for source, shares in record["shares"].items():
-            points = {float(r): (100 * share["together"], None, 1) for r, share in shares.items()}
-            if points:
-                panels.line(panel, SOURCES[source], points)
-        logarithmic(panel, [float(rank) for rank in record["layers"]])
-        panel.set_ylim(0, 100)
-    return panels.finished("rank r", "% of all layers together")
+    panels = {
+        _title(record): {
+            SOURCES[source]: {float(r): (100 * v["together"], None, 1) for r, v in shares.items()}
+            for source, shares in record["shares"].items()
+            if shares
+        }
+        for record in records
+    }
+    title, axes = "Per-sample gradient energy that P keeps", ("rank r", "% of all layers together")
+    return plots.draw(panels, title, axes, ("log", "linear"))

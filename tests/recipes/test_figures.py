@@ -8,11 +8,17 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from recipes.common.plots import Panels
+from recipes.common.plots import draw
 from recipes.report import figures
 from recipes.report.__main__ import ROOT
-from recipes.report.figures import accuracy_against_epsilon, accuracy_against_examples
-from recipes.report.paper_figures import FIGURES, RESULTS
+from recipes.report.figures import (
+    FIGURES,
+    RESULTS,
+    accuracy_against_epsilon,
+    accuracy_against_examples,
+    drawn,
+    state,
+)
 
 
 def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
@@ -46,7 +52,7 @@ SUMMARY = {
 
 
 def test_accuracy_over_epsilon_has_means_errors_and_non_private_runs() -> None:
-    found = panels(accuracy_against_epsilon(SUMMARY, "sweep"))
+    found = panels(accuracy_against_epsilon(SUMMARY))
     assert list(found) == ["SST-2", "RTE"]
     assert lines(found["RTE"]) == {"DP-GRAPE": ([6.0], [70.0])}
     assert lines(found["SST-2"])["DP-GRAPE"] == ([2.0, 6.0], [81.0, 91.0])
@@ -68,7 +74,7 @@ SIZES = {
 
 
 def test_accuracy_against_examples_has_a_line_for_each_budget() -> None:
-    found = panels(accuracy_against_examples(SIZES, "sizes"))
+    found = panels(accuracy_against_examples(SIZES))
     assert list(found) == ["DP-GRAPE"]
     assert lines(found["DP-GRAPE"]) == {
         "ε = 6": ([300.0, 20000.0], [40.0, 80.0]),
@@ -100,12 +106,12 @@ def words(panel: Axes) -> list[str]:
 def test_every_figure_of_the_paper_is_drawn_with_missing_runs(tmp_path: Path) -> None:
     assert len(FIGURES) == 7
     for wanted in FIGURES:
-        found = panels(wanted.drawn(tmp_path))
+        found = panels(drawn(wanted, tmp_path))
         for panel in found.values():
             assert words(panel) == ["ours: not run" if lines(panel) else "not run"]
-        assert wanted.state(tmp_path) == "not run"
+        assert state(wanted, tmp_path) == "not run"
         for ending in ("svg", "png"):
-            assert (ROOT / RESULTS / "figures" / f"{wanted.stem}.{ending}").exists()
+            assert (ROOT / RESULTS / "figures" / f"{wanted['stem']}.{ending}").exists()
 
 
 def sweep_of(root: Path, name: str, tasks: Any, runs: Any = ()) -> None:
@@ -129,22 +135,22 @@ def test_the_papers_figures_show_results_where_there_are_some(tmp_path: Path) ->
     memory = tmp_path / RESULTS / "memory" / "vit-base.json"
     memory.parent.mkdir()
     memory.write_text(json.dumps({"memory_curves": {"AdamW": {"50": 10**9, "200": 4 * 10**9}}}))
-    drawn = {wanted.stem: panels(wanted.drawn(tmp_path)) for wanted in FIGURES}
-    ablation = drawn["roberta_rank"]
+    pictures = {wanted["stem"]: panels(drawn(wanted, tmp_path)) for wanted in FIGURES}
+    ablation = pictures["roberta_rank"]
     assert lines(ablation["SST-2"]) == {
         "ε = 6": ([4.0, 16.0], [85.0, 93.0]),
         "ε = 2": ([16.0], [91.0]),
     }
     assert words(ablation["SST-2"]) == [""]
     assert words(ablation["TREC"]) == ["not run"]
-    steps = lines(drawn["roberta_convergence"]["SST-2, ε = 6"])
+    steps = lines(pictures["roberta_convergence"]["SST-2, ε = 6"])
     assert steps == {"DP-GRAPE": ([50.0, 100.0], [80.0, 90.0])}
-    vit = lines(drawn["vit_accuracy"]["MNIST"])
+    vit = lines(pictures["vit_accuracy"]["MNIST"])
     assert vit["DP-GRAPE"] == ([8.0], [81.0])
     assert vit["the paper: DP-GRAPE"][1] == [63.9, 71.7, 76.5, 80.9]
-    assert lines(drawn["vit_memory"]["ViT-Base"]) == {"AdamW": ([50.0, 200.0], [1.0, 4.0])}
-    assert words(drawn["vit_memory"]["ViT-Base"]) == ["simulated"]
-    states = {wanted.stem: wanted.state(tmp_path) for wanted in FIGURES}
+    assert lines(pictures["vit_memory"]["ViT-Base"]) == {"AdamW": ([50.0, 200.0], [1.0, 4.0])}
+    assert words(pictures["vit_memory"]["ViT-Base"]) == ["simulated"]
+    states = {wanted["stem"]: state(wanted, tmp_path) for wanted in FIGURES}
     assert states["roberta_rank"] == "1 of 3 panels"
     assert states["vit_memory"] == "1 of 1 panels, simulated"
 
@@ -158,7 +164,7 @@ def test_spectra_have_a_panel_for_each_bound(tmp_path: Path) -> None:
     path = tmp_path / RESULTS / "singular_values" / "singular_values-vit-vit-base-CIFAR-10.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"spectra": entries}))
-    found = panels(FIGURES[0].drawn(tmp_path))
+    found = panels(drawn(FIGURES[0], tmp_path))
     assert list(found) == ["ViT-Base, C = 0.1", "ViT-Base, C = 10", "OPT-1.3B"]
     assert lines(found["ViT-Base, C = 10"]) == {
         "neither clipped nor noised": ([1.0, 2.0], [4.0, 1.0]),
@@ -169,14 +175,12 @@ def test_spectra_have_a_panel_for_each_bound(tmp_path: Path) -> None:
 
 
 def test_a_label_has_one_style_in_all_panels() -> None:
-    picture = Panels(["a", "b", "c", "d"], "many")
-    for number, panel in enumerate(picture.axes):
-        for label in ("x", "y")[:: -1 if number else 1]:
-            picture.line(panel, label, {0.0: (1.0, None, 1), 1.0: (2.0, 0.5, 2)})
+    points = {0.0: (1.0, None, 1), 1.0: (2.0, 0.5, 2)}
+    many = {name: dict.fromkeys("yx" if name == "b" else "xy", points) for name in "abcd"}
+    figure = draw(many, "many", ("steps", "score"))
     styles = [
         {line.get_label(): (line.get_color(), line.get_marker()) for line in panel.get_lines()}
-        for panel in picture.axes
+        for panel in figure.axes[:4]
     ]
     assert all(style["x"] == styles[0]["x"] != style["y"] for style in styles)
-    figure = picture.finished("steps", "score")
     assert [panel.axison for panel in figure.axes] == [True] * 4 + [False] * 2
