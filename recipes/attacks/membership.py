@@ -44,6 +44,7 @@ from scipy.stats import norm
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 from transformers import HfArgumentParser, PrinterCallback, set_seed
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
@@ -68,8 +69,8 @@ Example = dict[str, Tensor]
 class Settings:
     """The settings of training and attacks."""
 
-    dataset_path: str | None = field(
-        default=None, metadata={"help": "Folder with train.jsonl. Default: made-up texts."}
+    dataset_path: str | None = HfArg(
+        default=None, help="Folder with train.jsonl. Default: made-up texts."
     )
     pool: int = 6000  # n
     models: int = 12  # M, for each way of training

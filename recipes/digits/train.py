@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import (
     DPGrapeTrainer,
@@ -50,9 +51,9 @@ Example = dict[str, Tensor]
 class DigitsArguments:
     """Options of the model, and of the split of the data."""
 
-    hidden_size: int = field(default=64, metadata={"help": "Width of the transformer."})
-    num_hidden_layers: int = field(default=1, metadata={"help": "Number of its layers."})
-    split_seed: int = field(default=0, metadata={"help": "Seed of the 80/20 split of the data."})
+    hidden_size: int = HfArg(default=64, help="Width of the transformer.")
+    num_hidden_layers: int = HfArg(default=1, help="Number of its layers.")
+    split_seed: int = HfArg(default=0, help="Seed of the 80/20 split of the data.")
 
 
 def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[str, Any]:

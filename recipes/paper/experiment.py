@@ -31,7 +31,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,7 @@ import yaml
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import HfArgumentParser, TrainerCallback, set_seed
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
@@ -73,62 +74,48 @@ Scores = dict[str, float]
 class ExperimentArguments:
     """What is trained on what; a family adds its own."""
 
-    task: str = field(metadata={"help": "The name of the task."})
-    model_name_or_path: str = field(metadata={"help": "A model of the Hub, or a folder."})
-    config: str = field(
-        default="reference_code", metadata={"help": "A preset by name, or a YAML file of settings."}
+    task: str = HfArg(help="The name of the task.")
+    model_name_or_path: str = HfArg(help="A model of the Hub, or a folder.")
+    config: str = HfArg(
+        default="reference_code", help="A preset by name, or a YAML file of settings."
     )
-    dataset_path: str | None = field(
+    dataset_path: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A folder with the task's data, or the name of a data set of the Hub, as in "
-            "nyu-mll/glue:sst2. Default: the task's own of the Hub."
-        },
+        help="A folder with the task's data, or the name of a data set of the Hub, as in "
+        "nyu-mll/glue:sst2. Default: the task's own of the Hub.",
     )
-    result_dir: str = field(
-        default="runs/results", metadata={"help": "Where the result goes, as a file of its own."}
+    result_dir: str = HfArg(
+        default="runs/results", help="Where the result goes, as a file of its own."
     )
-    save_model: bool = field(
+    save_model: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Save the model in --output_dir, in a folder named after the result, with its "
-            "ledger and card; and a checkpoint at every tenth of the run, of which one is kept."
-        },
+        help="Save the model in --output_dir, in a folder named after the result, with its "
+        "ledger and card; and a checkpoint at every tenth of the run, of which one is kept.",
     )
-    scored_splits: str = field(
+    scored_splits: str = HfArg(
         default="dev+test",
-        metadata={"help": "What is scored at the end: dev, for a search, or test, or dev+test."},
+        help="What is scored at the end: dev, for a search, or test, or dev+test.",
     )
-    curve_steps: int = field(
-        default=0, metadata={"help": "Score the dev split every so many steps; 0: at the end only."}
+    curve_steps: int = HfArg(
+        default=0, help="Score the dev split every so many steps; 0: at the end only."
     )
-    zero_shot: bool = field(
-        default=False, metadata={"help": "Score the model as it is, without training."}
+    zero_shot: bool = HfArg(default=False, help="Score the model as it is, without training.")
+    selection_runs: int = HfArg(
+        default=0, help="From how many runs the settings were chosen; for the record."
     )
-    selection_runs: int = field(
-        default=0,
-        metadata={"help": "From how many runs the settings were chosen; for the record."},
+    frozen: str | None = HfArg(
+        default=None, help="A regular expression; parameters with such names are not trained."
     )
-    frozen: str | None = field(
-        default=None,
-        metadata={"help": "A regular expression; parameters with such names are not trained."},
-    )
-    lora_rank: int = field(
-        default=16, metadata={"help": "The rank of the adapter, of methods that train one."}
-    )
-    lora_init: str = field(
+    lora_rank: int = HfArg(default=16, help="The rank of the adapter, of methods that train one.")
+    lora_init: str = HfArg(
         default="random",
-        metadata={
-            "help": "What the adapter's A starts with: random numbers, or principal: the principal "
-            "directions of what the layers are given when the model reads synthetic inputs."
-        },
+        help="What the adapter's A starts with: random numbers, or principal: the principal "
+        "directions of what the layers are given when the model reads synthetic inputs.",
     )
-    public_dataset: str | None = field(
+    public_dataset: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "A folder, or the name of a data set of the Hub, that is public: what "
-            "--projection principal is measured on, instead of synthetic inputs."
-        },
+        help="A folder, or the name of a data set of the Hub, that is public: what "
+        "--projection principal is measured on, instead of synthetic inputs.",
     )
 
     def __post_init__(self) -> None:

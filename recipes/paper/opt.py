@@ -29,7 +29,7 @@ Shapes: B examples, O options of each, T tokens of the longest text, K of the lo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
 from types import MethodType
@@ -38,6 +38,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from dp_grape_hf.gradients import IGNORE_INDEX, cross_entropy
@@ -60,28 +61,18 @@ ANSWER_GRID = 24  # tokens; answers of 1,000 questions of SQuAD take 1 to 37, 99
 class OPTArguments(ExperimentArguments):
     """What is trained on which examples, and how long texts may be."""
 
-    num_train: int = field(default=1000, metadata={"help": "How many examples are trained on: N."})
-    num_dev: int = field(
-        default=500, metadata={"help": "How many other training examples are scored."}
+    num_train: int = HfArg(default=1000, help="How many examples are trained on: N.")
+    num_dev: int = HfArg(default=500, help="How many other training examples are scored.")
+    num_eval: int = HfArg(default=1000, help="How many examples of other data are scored, at most.")
+    test_split: str = HfArg(default="validation", help="The split of the data that these are from.")
+    max_length: int = HfArg(
+        default=2048, help="The most tokens of a text and its answer; cut off on the left."
     )
-    num_eval: int = field(
-        default=1000, metadata={"help": "How many examples of other data are scored, at most."}
+    max_new_tokens: int = HfArg(default=50, help="The most tokens of an answer that is generated.")
+    bos_token_id: int | None = HfArg(
+        default=None, help="The token that texts begin with. Default: what the tokenizer puts."
     )
-    test_split: str = field(
-        default="validation", metadata={"help": "The split of the data that these are from."}
-    )
-    max_length: int = field(
-        default=2048,
-        metadata={"help": "The most tokens of a text and its answer; cut off on the left."},
-    )
-    max_new_tokens: int = field(
-        default=50, metadata={"help": "The most tokens of an answer that is generated."}
-    )
-    bos_token_id: int | None = field(
-        default=None,
-        metadata={"help": "The token that texts begin with. Default: what the tokenizer puts."},
-    )
-    dtype: str = field(default="float32", metadata={"help": "Of the weights: float32 or bfloat16."})
+    dtype: str = HfArg(default="float32", help="Of the weights: float32 or bfloat16.")
 
 
 def score_answers(model: Any) -> Any:

@@ -29,7 +29,7 @@ it and the test split count as public.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,7 @@ from transformers import (
     AutoTokenizer,
     DataCollatorWithPadding,
 )
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.paper.data import load_split
@@ -79,25 +80,22 @@ Example = dict[str, Any]
 class RobertaArguments(ExperimentArguments):
     """What is trained, on how much."""
 
-    head: str = field(
+    head: str = HfArg(
         default=PROMPT,
-        metadata={
-            "help": f"{PROMPT}: a masked language model fills in a template, as in the paper. "
-            f"{CLASSIFICATION}: a new head on the texts alone, for any encoder, where the model "
-            f"has it. {MEAN}: a new head on the mean over positions, for sentence encoders."
-        },
+        help=f"{PROMPT}: a masked language model fills in a template, as in the paper. "
+        f"{CLASSIFICATION}: a new head on the texts alone, for any encoder, where the model "
+        f"has it. {MEAN}: a new head on the mean over positions, for sentence encoders.",
     )
-    k: int = field(default=512, metadata={"help": "The number of training examples of a class."})
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "The most tokens of an example. Default: that of the task, 128 or 256."},
+    k: int = HfArg(default=512, help="The number of training examples of a class.")
+    max_length: int | None = HfArg(
+        default=None, help="The most tokens of an example. Default: that of the task, 128 or 256."
     )
-    train_split: str = field(
+    train_split: str = HfArg(
         default="train",
-        metadata={"help": "What training and dev examples are drawn from; a + b takes two splits."},
+        help="What training and dev examples are drawn from; a + b takes two splits.",
     )
-    test_split: str | None = field(
-        default=None, metadata={"help": "What is tested on. Default: that of the task."}
+    test_split: str | None = HfArg(
+        default=None, help="What is tested on. Default: that of the task."
     )
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import LossFunction
@@ -50,11 +51,9 @@ class SpectrumArguments:
         default_factory=lambda: [0.01, 0.1, 0.5, 1.0, 2.0, 5.0],
         metadata={"help": "The values of sigma at each C, beside no noise."},
     )
-    top: int = field(
-        default=64, metadata={"help": "How many singular values, from the largest on."}
-    )
-    spectrum_path: str | None = field(
-        default=None, metadata={"help": "The file. Default: in runs, by model and task."}
+    top: int = HfArg(default=64, help="How many singular values, from the largest on.")
+    spectrum_path: str | None = HfArg(
+        default=None, help="The file. Default: in runs, by model and task."
     )
 
 

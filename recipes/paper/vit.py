@@ -26,7 +26,7 @@ The images that are scored count as public: no epsilon covers them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from transformers import (
     ViTConfig,
     ViTImageProcessor,
 )
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.paper.experiment import (
@@ -83,54 +84,44 @@ _SHAPE = (
 class ViTArguments(ExperimentArguments):
     """Which transformer is trained on which images."""
 
-    from_scratch: bool = field(
+    from_scratch: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Train from random weights: --model_name_or_path then names a configuration, "
-            f"of the Hub, in a folder, or one of {', '.join(SIZES)}."
-        },
+        help="Train from random weights: --model_name_or_path then names a configuration, "
+        f"of the Hub, in a folder, or one of {', '.join(SIZES)}.",
     )
-    image_size: int | None = field(
-        default=None, metadata={"help": "Images are resized to this. Default: the configuration's."}
+    image_size: int | None = HfArg(
+        default=None, help="Images are resized to this. Default: the configuration's."
     )
-    patch_size: int | None = field(
-        default=None, metadata={"help": "Pixels along a patch, from scratch."}
+    patch_size: int | None = HfArg(default=None, help="Pixels along a patch, from scratch.")
+    num_channels: int | None = HfArg(
+        default=None, help="1 or 3, from scratch; grey images fill all of them."
     )
-    num_channels: int | None = field(
-        default=None, metadata={"help": "1 or 3, from scratch; grey images fill all of them."}
+    hidden_size: int | None = HfArg(
+        default=None, help="Width, from scratch; the MLPs are four times as wide."
     )
-    hidden_size: int | None = field(
-        default=None, metadata={"help": "Width, from scratch; the MLPs are four times as wide."}
-    )
-    num_hidden_layers: int | None = field(default=None, metadata={"help": "Layers, from scratch."})
-    num_attention_heads: int | None = field(default=None, metadata={"help": "Heads, from scratch."})
-    initializer_range: float | None = field(
+    num_hidden_layers: int | None = HfArg(default=None, help="Layers, from scratch.")
+    num_attention_heads: int | None = HfArg(default=None, help="Heads, from scratch.")
+    initializer_range: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Standard deviation of the first weights, from scratch. Few and noisy steps "
-            "want it near 1/sqrt(hidden_size)."
-        },
+        help="Standard deviation of the first weights, from scratch. Few and noisy steps "
+        "want it near 1/sqrt(hidden_size).",
     )
-    freeze_embeddings: bool = field(
+    freeze_embeddings: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Leave the class token and the position table as they are at the start, as the "
-            "paper's authors' code does."
-        },
+        help="Leave the class token and the position table as they are at the start, as the "
+        "paper's authors' code does.",
     )
-    pixel_mean: float = field(
-        default=0.5, metadata={"help": "Subtracted from pixels in [0, 1]; of the model, not data."}
+    pixel_mean: float = HfArg(
+        default=0.5, help="Subtracted from pixels in [0, 1]; of the model, not data."
     )
-    pixel_std: float = field(default=0.5, metadata={"help": "Divides pixels after that, likewise."})
-    train_examples: int | None = field(
-        default=None,
-        metadata={"help": "Train on so many images, drawn by the seed. Default: all of them."},
+    pixel_std: float = HfArg(default=0.5, help="Divides pixels after that, likewise.")
+    train_examples: int | None = HfArg(
+        default=None, help="Train on so many images, drawn by the seed. Default: all of them."
     )
-    held_out: bool = field(
-        default=False,
-        metadata={"help": "Hold a fifth of the training data out and score it, not the test data."},
+    held_out: bool = HfArg(
+        default=False, help="Hold a fifth of the training data out and score it, not the test data."
     )
-    split_seed: int = field(default=42, metadata={"help": "Of the fifth that is held out."})
+    split_seed: int = HfArg(default=42, help="Of the fifth that is held out.")
 
 
 # ---- The experiment ----

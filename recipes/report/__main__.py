@@ -27,10 +27,9 @@ from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import cards, checks, figures, front_page, hours, state, tables
+from recipes.report import cards, checks, figures, front_page, hours, state, studies, tables
 from recipes.report.tables import CONFIGS, read_paper
 from recipes.report.tables_gpu import Measured
-from recipes.studies import allocation, pairs_head
 from recipes.subspace import rendering as subspace
 from recipes.synthetic_text import card as synthetic_text
 
@@ -98,8 +97,8 @@ loading come on top.
 """
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
-    "allocation": _of("studies/results/allocation.json", allocation.as_markdown),
-    "pairs-head": _of("studies/results/pairs_head.json", pairs_head.as_markdown),
+    "allocation": _of("studies/results/allocation.json", studies.allocation),
+    "pairs-head": _of("studies/results/pairs_head.json", studies.pairs_head),
     "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
     "benchmark-compiled": _of("benchmark/results/compiled_*.json", timing.as_markdown),
     "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),

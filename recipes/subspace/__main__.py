@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers.hf_argparser import HfArg
 from transformers.utils import logging
 
 from dp_grape_hf.gradients import Inputs
@@ -44,8 +45,8 @@ class SubspaceArguments:
     """What is measured, and where it is written; beside the arguments of a recipe."""
 
     ranks: list[int] = field(default_factory=lambda: [4, 16, 64], metadata={"help": "Values of r."})
-    measured_dir: str = field(
-        default="runs/subspace", metadata={"help": "Folder of the record and of the figure."}
+    measured_dir: str = HfArg(
+        default="runs/subspace", help="Folder of the record and of the figure."
     )
 
 

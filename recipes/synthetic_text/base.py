@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.hf_argparser import HfArg
 
 from recipes.common.provenance import origin, write
 from recipes.paper.data import load_split
@@ -39,17 +40,15 @@ HELD_OUT = 500  # texts
 class BaseArguments:
     """Public texts, and the size of the model."""
 
-    dataset_path: str = field(
-        metadata={"help": "SQuAD, or a data set of its form: a folder or a name."}
-    )
-    output_dir: str = field(metadata={"help": "Folder of the model and its tokenizer."})
-    splits: str = field(default="train+validation+test", metadata={"help": "Splits that are read."})
-    vocab_size: int = field(default=2048, metadata={"help": "Number of tokens of the tokenizer."})
-    hidden_size: int = field(default=128, metadata={"help": "Width of the transformer."})
-    num_hidden_layers: int = field(default=3, metadata={"help": "Number of its layers."})
-    max_length: int = field(default=40, metadata={"help": "Texts are cut at so many tokens."})
-    num_train_epochs: float = field(default=4, metadata={"help": "Passes over the texts."})
-    seed: int = field(default=0, metadata={"help": "Seed of weights and order."})
+    dataset_path: str = HfArg(help="SQuAD, or a data set of its form: a folder or a name.")
+    output_dir: str = HfArg(help="Folder of the model and its tokenizer.")
+    splits: str = HfArg(default="train+validation+test", help="Splits that are read.")
+    vocab_size: int = HfArg(default=2048, help="Number of tokens of the tokenizer.")
+    hidden_size: int = HfArg(default=128, help="Width of the transformer.")
+    num_hidden_layers: int = HfArg(default=3, help="Number of its layers.")
+    max_length: int = HfArg(default=40, help="Texts are cut at so many tokens.")
+    num_train_epochs: float = HfArg(default=4, help="Passes over the texts.")
+    seed: int = HfArg(default=0, help="Seed of weights and order.")
 
 
 def main(args: BaseArguments) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import yaml
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import (
     DPGrapeSFTConfig,
@@ -58,10 +59,10 @@ DATASET = "dataset"  # folder below output_dir
 class SyntheticTextArguments:
     """Options of training, sampling, filters and evaluation."""
 
-    model_name_or_path: str = field(default="", metadata={"help": "A public causal LM."})
-    dataset_path: str = field(default="", metadata={"help": "Private texts: a folder or a name."})
-    text_column: str = field(default="text", metadata={"help": "Column with the texts."})
-    label_column: str = field(default="label", metadata={"help": "Column with their labels."})
+    model_name_or_path: str = HfArg(default="", help="A public causal LM.")
+    dataset_path: str = HfArg(default="", help="Private texts: a folder or a name.")
+    text_column: str = HfArg(default="text", help="Column with the texts.")
+    label_column: str = HfArg(default="label", help="Column with their labels.")
     labels: list[str] = field(
         default_factory=list,
         metadata={"help": "Names of the labels 0, 1, ..., which are public and not read off."},
@@ -70,32 +71,26 @@ class SyntheticTextArguments:
         default_factory=list,
         metadata={"help": "Public text before the texts of each label. Default: its name."},
     )
-    train: bool = field(
-        default=True,
-        metadata={"help": "False: sample from the model as it is, with its ledger if it has one."},
+    train: bool = HfArg(
+        default=True, help="False: sample from the model as it is, with its ledger if it has one."
     )
-    train_split: str = field(default="train", metadata={"help": "Split of the private texts."})
-    test_split: str = field(default="test", metadata={"help": "Split of held-out real texts."})
-    lora_rank: int | None = field(
-        default=None, metadata={"help": "Train a LoRA adapter of this rank instead of the model."}
+    train_split: str = HfArg(default="train", help="Split of the private texts.")
+    test_split: str = HfArg(default="test", help="Split of held-out real texts.")
+    lora_rank: int | None = HfArg(
+        default=None, help="Train a LoRA adapter of this rank instead of the model."
     )
-    texts_per_label: int = field(default=500, metadata={"help": "Texts to generate for a label."})
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling."})
-    top_p: float = field(default=0.95, metadata={"help": "Of sampling (nucleus)."})
-    min_words: int = field(default=3, metadata={"help": "Shorter texts are dropped."})
-    agreement: bool = field(
-        default=True,
-        metadata={
-            "help": "Drop texts to which a classifier of the other ones gives another label."
-        },
+    texts_per_label: int = HfArg(default=500, help="Texts to generate for a label.")
+    temperature: float = HfArg(default=1.0, help="Of sampling.")
+    top_p: float = HfArg(default=0.95, help="Of sampling (nucleus).")
+    min_words: int = HfArg(default=3, help="Shorter texts are dropped.")
+    agreement: bool = HfArg(
+        default=True, help="Drop texts to which a classifier of the other ones gives another label."
     )
-    encoder: str | None = field(
-        default=None,
-        metadata={"help": "Public text encoder for filter and evaluation. Default: word counts."},
+    encoder: str | None = HfArg(
+        default=None, help="Public text encoder for filter and evaluation. Default: word counts."
     )
-    compare_direct: bool = field(
-        default=False,
-        metadata={"help": "Train a private classifier of the real texts as well: it adds to ε."},
+    compare_direct: bool = HfArg(
+        default=False, help="Train a private classifier of the real texts as well: it adds to ε."
     )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from transformers.hf_argparser import HfArg
 
 import dp_grape_hf
 from dp_grape_hf import DPGrapeTrainingArguments, PrivacyError
@@ -40,15 +42,13 @@ class PaperArguments(DPGrapeTrainingArguments):
         PrivacyError: as in the base; and for these options out of range, or with another method.
     """
 
-    perturbation: float = field(
+    perturbation: float = HfArg(
         default=PERTURBATION,
-        metadata={
-            "help": "mu: how far from the weights the losses of a zeroth-order method are taken."
-        },
+        help="mu: how far from the weights the losses of a zeroth-order method are taken.",
     )
-    n_directions: int = field(
+    n_directions: int = HfArg(
         default=N_DIRECTIONS,
-        metadata={"help": "K: along how many directions a zeroth-order method takes differences."},
+        help="K: along how many directions a zeroth-order method takes differences.",
     )
 
     def __post_init__(self) -> None:

@@ -1,0 +1,37 @@
+"""Render the tables of tries that were not kept: their code is in the history, their JSON here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from recipes.common.markdown import mean_and_error, score_text, table
+
+
+def allocation(record: Mapping[str, Any]) -> str:
+    """Return noise multipliers, noise in the weights, and the simulated δ of random allocation."""
+    rows = []
+    for found in record["cells"]:
+        sigma, left, delta = found["sigma"], found["left"], record["delta"]
+        worst, error = max(found["simulated_delta"].values())
+        noises = [*(sigma[name] for name in ("poisson", "allocation", "banded"))]
+        noises += [left["allocation"][0], *left["banded"]]
+        simulated = f"{worst / delta:.2f} ± {error / delta:.2f}"
+        setting = [f"{found['epsilon']:g}", f"{found['steps']}"]
+        rows.append([*setting, *(f"{noise:.2f}" for noise in noises), simulated])
+    titles = ["ε", "Steps per epoch", "Noise multiplier, Poisson", "random allocation"]
+    titles += ["correlated noise", "Noise left by random allocation", "by correlated noise"]
+    titles += ["the same, over the run", "δ of random allocation, simulated / asked"]
+    return table(titles, rows)
+
+
+def pairs_head(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of a head on features of pairs, with a column for each budget."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for cell in record["cells"]:
+        setting = cell["features"], f"{cell['share']:g}", f"{cell['epochs']}"
+        rows.setdefault(setting, []).append(score_text(mean_and_error(cell["accuracy"])))
+    titles = ["Features of the head", "Share of C", "Epochs"]
+    titles += [f"ε = {e:g}" for e in sorted({cell["epsilon"] for cell in record["cells"]})]
+    ordered = sorted(rows, key=lambda s: (s[0] != "pair", -float(s[1]), int(s[2])))
+    return table(titles, ([*setting, *rows[setting]] for setting in ordered))
