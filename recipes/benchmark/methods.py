@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.mechanism import LogicalBatch
@@ -65,19 +65,41 @@ class DoesNotRun(Exception):
 # ---- AdamW and this package ----
 
 
+def trainer_of(
+    model: nn.Module, setting: Setting, folder: Path, examples: Any, private: bool, **options: Any
+) -> Trainer:
+    """Return the trainer of this package, with a budget that starts fast, or the plain one."""
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": setting.batch_size,
+        "max_steps": STEPS,
+        "learning_rate": LEARNING_RATE,
+        **{"report_to": "none", "save_strategy": "no", "logging_strategy": "no"},
+        "disable_tqdm": True,
+        "remove_unused_columns": False,  # of models whose forward names no inputs
+        **({"bf16": True} if setting.autocast else {}),
+        "use_cpu": next(model.parameters()).device.type == "cpu",
+    }
+    if not private:
+        return Trainer(model, TrainingArguments(**common | options), train_dataset=examples)
+    budget: dict[str, Any] = {"noise_multiplier": 1.0, "accountant": "rdp", "target_delta": 1e-5}
+    budget["projection_rank"] = setting.rank
+    args = DPGrapeTrainingArguments(**common | budget | options)
+    return DPGrapeTrainer(model, args, train_dataset=examples)
+
+
 class PlainTraining:
     """Steps of the plain Hugging Face Trainer with its default optimizer, AdamW."""
 
     def __init__(
         self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
     ) -> None:
-        args = TrainingArguments(**_common(setting, batch, folder), **options)
-        self.trainer = Trainer(model, args)
+        self.trainer = trainer_of(model, setting, folder, None, private=False, **options)
         self.trainer.create_optimizer_and_scheduler(STEPS)
         accelerator = self.trainer.accelerator
         self.model, self.optimizer = accelerator.prepare(model, self.trainer.optimizer)
         self.trainer.current_gradient_accumulation_steps = 1
-        self.batch = batch
+        self.batch: Any = batch
 
     def step(self) -> None:
         """Run one step."""
@@ -95,18 +117,14 @@ class PrivateTraining:
     def __init__(
         self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
     ) -> None:
-        budget: dict[str, Any] = {"noise_multiplier": 1.0, "accountant": "rdp"}  # fastest to start
         size = DATASET_SIZE
         if "noise" in options:  # eight bands
-            budget = {"target_epsilon": 4.0, "max_steps": 200}
             size = round(setting.batch_size / 0.064)
-        args = DPGrapeTrainingArguments(
-            **_common(setting, batch, folder)
-            | {"target_delta": 1e-5, "projection_rank": setting.rank, **budget, **options}
-        )
-        dataset = [{key: value[0] for key, value in batch.items()}] * size
-        self.trainer = DPGrapeTrainer(model, args, train_dataset=dataset)
-        self.model = self.trainer.start()
+            options |= {"target_epsilon": 4.0, "max_steps": 200}
+            options |= {"noise_multiplier": None, "accountant": "pld"}
+        examples = [{key: value[0] for key, value in batch.items()}] * size
+        trainer: Any = trainer_of(model, setting, folder, examples, private=True, **options)
+        self.trainer, self.model = trainer, trainer.start()
         self.batch = LogicalBatch([batch], [setting.batch_size])
 
     def step(self) -> None:
@@ -118,17 +136,44 @@ class PrivateTraining:
         self.trainer.state.global_step += 1  # the projection is redrawn every F steps
 
 
-def _common(setting: Setting, batch: Batch, folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": setting.batch_size,
-        "max_steps": STEPS,
-        "learning_rate": LEARNING_RATE,
-        "report_to": "none",
-        "disable_tqdm": True,
-        **({"bf16": True} if setting.autocast else {}),
-        "use_cpu": next(iter(batch.values())).device.type == "cpu",
-    }
+class _Steps(TrainerCallback):
+    """Call a function where a step ends and the next one begins."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.on_train_begin = self.on_step_end = lambda *args, **kwargs: between()
+
+
+def train(
+    model: nn.Module,
+    setting: Setting,
+    folder: Path,
+    between: Callable[[], None],
+    *,
+    steps: int,
+    batches: int,
+    **options: Any,
+) -> None:
+    """Train on random examples that a loader draws, with several physical batches in a step.
+
+    Args:
+        model: on its device.
+        setting: its B is the number of examples in a step; of a private step, on average.
+        folder: for what a run writes.
+        between: called before the first step and after each.
+        steps: how many.
+        batches: physical batches that B examples make.
+        options: arguments of the Trainer; with ``method``, of the private one.
+    """
+    inputs = setting.inputs(DATASET_SIZE)
+    examples = [{name: x[i] for name, x in inputs.items()} for i in range(DATASET_SIZE)]
+    private = "method" in options
+    size = {"expected_batch_size": setting.batch_size}
+    options |= size if private else {"gradient_accumulation_steps": batches}
+    options |= {"per_device_train_batch_size": setting.batch_size // batches, "max_steps": steps}
+    trainer = trainer_of(model, setting, folder, examples, private, **options)
+    trainer.remove_callback(PrinterCallback)
+    trainer.add_callback(_Steps(between))
+    trainer.train()
 
 
 # ---- Opacus ----

@@ -47,72 +47,14 @@ from tqdm import tqdm
 from transformers import set_seed
 
 from dp_grape_hf.trainer import package_digest
-from recipes.benchmark.methods import MEASURED, RANDOM, PlainTraining, PrivateTraining, quiet
+from recipes.benchmark.methods import PlainTraining, PrivateTraining, quiet, train
 from recipes.benchmark.models import Setting
 from recipes.common.provenance import origin, versions, with_adapter, write
-from recipes.gpu_report import loader
-from recipes.gpu_report.models import MODELS
-from recipes.gpu_report.table import (
-    ADAMW,
-    DP_ADAM,
-    DP_GRAPE,
-    MATERIALISED,
-    PRINCIPAL,
-    as_markdown,
-)
+from recipes.gpu_report.models import MODELS, PLAN
+from recipes.gpu_report.table import ADAMW, DP_ADAM, MATERIALISED, as_markdown
 
 DONE, FAILED, NO_DEVICE, UNFINISHED = 0, 1, 2, 3
 WARMUP, STEPS = 3, 8
-
-METHODS: Mapping[str, Mapping[str, Any]] = {
-    ADAMW: {},
-    DP_GRAPE: {"method": "dp_grape", **RANDOM},
-    PRINCIPAL: {"method": "dp_grape", **MEASURED},
-    DP_ADAM: {"method": "dp_adam"},
-    MATERIALISED: {"method": "dp_adam", "grad_sample_mode": "materialise"},
-    "DP-LoRA": {"method": "dp_lora"},
-}
-"""Arguments of the Trainer; with ``method`` it is the private one."""
-
-COMPILE: Mapping[str, Any] = {"bf16": True, "torch_compile": True}
-CHECKPOINTED = {"dtype": "bfloat16", "gradient_checkpointing": True}
-PRECISIONS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "float32": ({}, {}),
-    "TF32": ({}, {}),
-    "bf16": ({}, {"bf16": True}),
-    "bfloat16 weights": (CHECKPOINTED, {}),
-    "bf16, compiled": ({}, COMPILE),
-    "bf16, CUDA graphs": ({}, COMPILE | {"torch_compile_mode": "reduce-overhead"}),
-    "bf16, 4 physical batches": ({}, {"bf16": True}),
-}
-"""Changes to the model, and arguments of the Trainer."""
-PHYSICAL_BATCHES = {"bf16, 4 physical batches": 4}
-"""Of a step; with a precision that is not named here, a step has one batch and no loader."""
-
-_ROBERTA, _VIT, _OPT, _OPT_27, _OPT_67, _LLAMA = MODELS
-_BOTH = (ADAMW, DP_GRAPE)
-_PROBE = (
-    (_ROBERTA, "bf16", _BOTH),
-    (_OPT_67, "bfloat16 weights", _BOTH),
-    (_OPT, "bf16", _BOTH),
-    (_VIT, "bf16", _BOTH),
-    (_LLAMA, "bfloat16 weights", (ADAMW, "DP-LoRA")),
-)
-_PLAN: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    *_PROBE,
-    (_OPT_67, "bf16", _BOTH),
-    (_ROBERTA, "bf16", (PRINCIPAL,)),
-    *((model, "bf16, 4 physical batches", _BOTH) for model in (_OPT, _ROBERTA)),
-    (_ROBERTA, "TF32", _BOTH),
-    *((model, "bf16, compiled", _BOTH) for model in (_ROBERTA, _OPT)),
-    (_ROBERTA, "bf16, CUDA graphs", _BOTH),
-    *(
-        (model, "float32", (ADAMW, DP_GRAPE, PRINCIPAL, DP_ADAM))
-        for model in (_ROBERTA, _VIT, _OPT, _OPT_27)
-    ),
-    (_OPT_67, "float32", _BOTH),
-    *((model, "float32", (MATERIALISED,)) for model in (_ROBERTA, _VIT)),
-)
 
 
 @dataclass(frozen=True)
@@ -120,9 +62,9 @@ class Row:
     """A model with a batch, a precision, and what trains it.
 
     Args:
-        model: name in ``MODELS``.
-        precision: name in ``PRECISIONS``.
-        method: name in ``METHODS``.
+        model: a name in ``plan.yaml``, as the two others.
+        precision: what numbers are computed in.
+        method: what trains it.
         setting: the model and its batch.
         options: arguments of the Trainer.
     """
@@ -146,16 +88,15 @@ class Row:
 def rows(tiny: bool = False) -> list[Row]:
     """Return all rows in order; of tiny models if asked for."""
     small: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64}
+    small |= {"rank": 4, "length": 16, "batch_size": 4}
     found = []
-    for model, precision, methods in _PLAN:
-        changes, common = PRECISIONS[precision]
-        setting = replace(MODELS[model], **changes)
-        if tiny:
-            setting = replace(setting, **small, rank=4, length=16, batch_size=4)
+    for model, precision, methods in PLAN["rows"]:
+        way = PLAN["precisions"][precision]
+        setting = replace(MODELS[model], **way.get("setting", {}), **(small if tiny else {}))
         for method in methods:
-            rank = METHODS[method].get("projection_rank", setting.rank)
-            own = replace(setting, rank=rank)
-            found.append(Row(model, precision, method, own, {**METHODS[method], **common}))
+            own = PLAN["methods"][method]
+            of_method = replace(setting, rank=own.get("projection_rank", setting.rank))
+            found.append(Row(model, precision, method, of_method, own | way.get("options", {})))
     return found
 
 
@@ -197,16 +138,16 @@ def set_precision(tf32: bool) -> None:
 
 
 def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
-    setting, on_gpu = row.setting, device.type == "cuda"
+    setting = row.setting
     set_seed(0)
     model = setting.build_on(device)
     if "LoRA" in row.model:
         model = with_adapter(model, "dp_lora", setting.rank)
     clock = _Clock(device, steps)
     with tempfile.TemporaryDirectory() as folder, quiet():
-        if batches := PHYSICAL_BATCHES.get(row.precision):
-            much = {"steps": clock.steps, "batches": batches, "on_cpu": not on_gpu}
-            loader.train(model, setting, Path(folder), clock, **much, **row.options)
+        if batches := PLAN["precisions"][row.precision].get("batches"):
+            much = {"steps": clock.steps, "batches": batches}
+            train(model, setting, Path(folder), clock, **much, **row.options)
         else:
             with device:
                 batch = setting.inputs(padded=True)

@@ -5,14 +5,17 @@ Shapes: B samples in the batch, T positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
-from recipes.benchmark.models import LLAMA, OPT, ROBERTA, VIT, Batch, Setting
+from recipes.benchmark.models import OPT, ROBERTA, Batch, Setting
 from recipes.paper.roberta_prompts import logits_at_mask, read_at_mask
 
 WORDS = (3, 4)  # token ids that stand for the words of two labels
@@ -77,41 +80,11 @@ class RecipeSetting(Setting):
         return batch
 
 
-def _opt(hidden_size: int, layers: int, batch_size: int, rank: int) -> Setting:
-    return RecipeSetting(
-        OPT,
-        hidden_size=hidden_size,
-        layers=layers,
-        heads=32,
-        vocab_size=50_272,
-        batch_size=batch_size,
-        length=512,
-        max_length=2048,
-        dropout=0.1,
-        rank=rank,
-    )
-
-
+PLAN: Mapping[str, Any] = yaml.safe_load(
+    Path(__file__).with_name("plan.yaml").read_text(encoding="utf-8")
+)
 MODELS: dict[str, Setting] = {
-    "RoBERTa-large, T=128": RecipeSetting(
-        ROBERTA,
-        hidden_size=1024,
-        layers=24,
-        vocab_size=50_265,
-        batch_size=40,
-        length=128,
-        max_length=514,
-        dropout=0.1,
-        rank=16,
-    ),
-    "ViT-Base, 224 pixels": RecipeSetting(
-        VIT, hidden_size=768, layers=12, batch_size=200, length=196, rank=64
-    ),
-    "OPT-1.3B, T=512": _opt(2048, 24, batch_size=8, rank=16),
-    "OPT-2.7B, T=512": _opt(2560, 32, batch_size=4, rank=32),
-    "OPT-6.7B, T=512": _opt(4096, 32, batch_size=8, rank=64),
-    "Llama of 8 billion parameters, LoRA, T=512": Setting(
-        LLAMA, hidden_size=4096, layers=32, vocab_size=128_256, batch_size=8, length=512, rank=16
-    ),
+    name: (Setting if "LoRA" in name else RecipeSetting)(**options)
+    for name, options in PLAN["models"].items()
 }
 """The paper's models with its ranks, and a Llama whose adapter of rank 16 is trained."""

@@ -11,7 +11,8 @@ import torch
 from transformers import OPTForCausalLM, RobertaForMaskedLM
 
 from dp_grape_hf import per_sample_gradients
-from recipes.gpu_report import __main__ as gpu_report, loader
+from recipes.benchmark.methods import train
+from recipes.gpu_report import __main__ as gpu_report
 from recipes.gpu_report.__main__ import DONE, FAILED, NO_DEVICE, UNFINISHED
 from recipes.gpu_report.models import MODELS, WORDS
 from recipes.gpu_report.table import as_markdown
@@ -191,14 +192,13 @@ def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path: Path) -> No
         lambda module, args, inputs: seen.append(len(inputs["input_ids"])), with_kwargs=True
     )
     steps: list[int] = []
-    loader.train(
+    train(
         model,
         row.setting,
         tmp_path,
         lambda: steps.append(len(seen)),
         steps=2,
         batches=4,
-        on_cpu=True,
         **row.options,
     )
     assert steps == [0, 4, 8]
