@@ -41,7 +41,7 @@ import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from scipy.stats import norm
-from sklearn.metrics import roc_auc_score
+from sklearn.metrics import auc, roc_curve
 from torch import Tensor, nn
 from transformers import HfArgumentParser, PrinterCallback, set_seed
 from transformers.hf_argparser import HfArg
@@ -61,7 +61,6 @@ LEAST_SPREAD = 1e-3  # smallest standard deviation of the confidences of shadow 
 
 Scores = NDArray[np.float64]
 Mask = NDArray[np.bool_]
-Curve = list[tuple[float, float]]
 Example = dict[str, Tensor]
 
 
@@ -95,11 +94,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def run(settings: Settings) -> dict[str, Any]:
-    """Return the results of each attack against each way of training.
-
-    Raises:
-        ValueError: there are fewer texts than ``pool``, or too few models.
-    """
+    """Return the results of each attack against each way of training."""
     if settings.models < 3:
         raise ValueError(f"models={settings.models}: an attack needs at least two shadow models.")
     examples, source = load(settings)
@@ -126,8 +121,8 @@ def run(settings: Settings) -> dict[str, Any]:
                 "lira": measure(scores[member], scores[~member]),
             },
         }
-    paths = ("dataset_path", "output_dir")  # local paths are left out
-    described = {name: value for name, value in asdict(settings).items() if name not in paths}
+    described = asdict(settings)
+    del described["dataset_path"], described["output_dir"]  # local paths
     made = {"settings": described, "versions": versions()}
     return {"data": source, "delta": DELTA, "ways": ways, **made}
 
@@ -290,36 +285,30 @@ def lira(confidences: Scores, member: Mask) -> Scores:
 
 
 def measure(members: Scores, others: Scores) -> dict[str, Any]:
-    """Return AUC, TPR at low FPR, and the ROC curve of the scores of members and others."""
-    points = [{"fpr": rate, **at_rate(members, others, rate)} for rate in RATES]
-    return {"auc": auc(members, others), "at": points, "roc": roc(members, others)}
+    """Return AUC, TPR at low FPR, and the ROC curve of the scores of members and others.
 
-
-def auc(members: Scores, others: Scores) -> float:
-    """Return the probability that a member scores higher than a non-member; a tie counts half."""
-    labels = np.repeat([1, 0], [len(members), len(others)])
-    return float(roc_auc_score(labels, np.concatenate([members, others])))
-
-
-def at_rate(members: Scores, others: Scores, rate: float) -> dict[str, Any]:
-    """Return the true positives at a false positive rate of at most ``rate``.
-
-    Positives score strictly above a threshold, so equal scores have the same result.
+    The curve has a logarithmic spacing, from one false positive to all.
     """
-    allowed = math.floor(rate * len(others) * (1 + 1e-12))
-    threshold = np.sort(others)[len(others) - 1 - allowed]
-    found, accused = int((members > threshold).sum()), int((others > threshold).sum())
-    counts = {"true_positives": found, "members": len(members)}
-    counts |= {"false_positives": accused, "others": len(others)}
-    return {"tpr": found / len(members), **counts}
+    labels = np.repeat([1, 0], [len(members), len(others)])
+    fpr, tpr, _ = roc_curve(labels, np.concatenate([members, others]), drop_intermediate=False)
 
+    def last(rate: float) -> int:
+        return int(np.searchsorted(fpr, rate * (1 + 1e-12), side="right")) - 1
 
-def roc(members: Scores, others: Scores, points: int = 60) -> Curve:
-    """Return (FPR, TPR) from one false positive to all, with logarithmic spacing."""
-    rates = np.geomspace(1 / len(others), 1 - 1 / len(others), points)
-    found = [at_rate(members, others, float(rate)) for rate in rates]
-    curve = {(f["false_positives"] / f["others"], f["tpr"]) for f in found}
-    return sorted(curve | {(1.0, 1.0)})
+    points = [
+        {
+            "fpr": rate,
+            "tpr": float(tpr[last(rate)]),
+            "true_positives": round(tpr[last(rate)] * len(members)),
+            "members": len(members),
+            "false_positives": round(fpr[last(rate)] * len(others)),
+            "others": len(others),
+        }
+        for rate in RATES
+    ]
+    spaced = map(last, np.geomspace(1 / len(others), 1, 60))
+    curve = sorted({(float(fpr[i]), float(tpr[i])) for i in spaced})
+    return {"auc": float(auc(fpr, tpr)), "at": points, "roc": curve}
 
 
 def bound(fpr: float, epsilon: float | None, delta: float) -> float:

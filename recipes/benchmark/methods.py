@@ -309,11 +309,7 @@ def quiet() -> Iterator[None]:
 def prepare(
     name: str, original: nn.Module, setting: Setting, batch: Batch, folder: Path
 ) -> Callable[[], None]:
-    """Return a method's step on a copy of the model, after it has run once.
-
-    Raises:
-        DoesNotRun: if Opacus refuses the model or fails.
-    """
+    """Return a method's step on a copy of the model, after it has run once."""
     try:
         with quiet():
             training = METHODS[name].make(copy.deepcopy(original), setting, batch, folder / name)

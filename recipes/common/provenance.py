@@ -50,11 +50,7 @@ def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
 
 
 def known_options(defaults: Mapping[str, Any], path: Path | str, *classes: type) -> None:
-    """Check that a file of defaults sets options of these dataclasses only.
-
-    Raises:
-        ValueError: it sets anything else.
-    """
+    """Check that a file of defaults sets options of these dataclasses only."""
     known = {f.name for cls in classes for f in fields(cls)}
     if unknown := sorted(defaults.keys() - known):
         raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")

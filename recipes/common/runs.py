@@ -14,9 +14,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the objects in a file; none if the file does not exist.
 
     A last line without a line end, left by a crash, is skipped with a warning.
-
-    Raises:
-        ValueError: if another line is not JSON.
     """
     if not path.exists():
         return []

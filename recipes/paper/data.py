@@ -31,10 +31,6 @@ def load_split(
         split: its name; ``a + b`` for two splits, one behind the other.
         path: what ``--dataset_path`` says.
         hub: the task's own data set, with its configuration and revision.
-
-    Raises:
-        FileNotFoundError: if the path leads to no folder, nor to a data set of the Hub.
-        ValueError: if there is no such split.
     """
     split = split.replace(" ", "")  # which the library takes for a part of a name
     if path is None:

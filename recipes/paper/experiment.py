@@ -210,10 +210,6 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     """Trains, scores, and writes the result; returns it.
 
     A run that was stopped goes on from its last whole checkpoint.
-
-    Raises:
-        FileExistsError: if there is a result of this name; nothing is trained then.
-        ValueError: if the task has none of the splits that are to be scored.
     """
     path = result_path(family, script, args)
     if path.exists():
@@ -287,11 +283,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
 
 
 def freeze(model: nn.Module, pattern: str | None) -> None:
-    """Freezes the parameters whose names the pattern occurs in.
-
-    Raises:
-        ValueError: if there are none.
-    """
+    """Freezes the parameters whose names the pattern occurs in."""
     if pattern is None:
         return
     found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
@@ -389,11 +381,7 @@ def main(family: Family[Script], argv: Sequence[str] | None = None) -> dict[str,
 def parse(
     family: Family[Script], argv: Sequence[str] | None = None
 ) -> tuple[Script, DPGrapeTrainingArguments]:
-    """Returns the arguments of a run: the command line over the preset over defaults.
-
-    Raises:
-        ValueError: if the preset sets what is no option, or does not know what the run needs.
-    """
+    """Returns the arguments of a run: the command line over the preset over defaults."""
     parser = HfArgumentParser((family.script, PaperArguments))
     words = list(sys.argv[1:] if argv is None else argv)
     first = parser.parse_known_args(["--model_name_or_path", UNKNOWN, *words])[0]
@@ -475,11 +463,7 @@ def first_batch(
 
 
 def preset_path(family: str, name: str) -> Path:
-    """Returns the file of a preset, by its name or its path.
-
-    Raises:
-        FileNotFoundError: if there is none.
-    """
+    """Returns the file of a preset, by its name or its path."""
     for path in (CONFIGS / f"{family}_{name}.yaml", Path(name)):
         if path.is_file():
             return path

@@ -62,9 +62,6 @@ class Images(Dataset[dict[str, Tensor]]):
         pixels: (N, C, H, W), uint8, with one or three channels.
         labels: (N,), int64.
         lossy: whether they were stored in a form that changed them.
-
-    Raises:
-        ValueError: for another shape or type.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, lossy: bool = False) -> None:
@@ -95,10 +92,6 @@ def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
     Args:
         source: the data set.
         path: where it is instead of the Hub, or the name of another data set of the Hub.
-
-    Raises:
-        FileNotFoundError: if there is nothing at the path.
-        ValueError: if the files do not hold what they should.
     """
     splits = _load(source, path)
     for split, images in splits.items():
@@ -195,9 +188,6 @@ class Batches:
         channels: of the model; a grey image is repeated in all of them.
         mean: what is subtracted, a constant of the model and never of private images.
         std: what is divided by, likewise.
-
-    Raises:
-        ValueError: for colour images where the model has one channel.
     """
 
     size: int

@@ -176,11 +176,7 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
 
 
 def load_model(script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: Any) -> Any:
-    """Returns the language model, ready for a method, on the device of the run.
-
-    Raises:
-        ValueError: if a public data set is given.
-    """
+    """Returns the language model, ready for a method, on the device of the run."""
     if script.public_dataset is not None:
         raise ValueError(
             f"public_dataset={script.public_dataset!r}: these tasks are questions with options, "
@@ -191,11 +187,7 @@ def load_model(script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: 
 
 
 def padding_of(tokenizer: Any) -> int:
-    """Returns the id of the padding; what it is does not matter, but it must be a special token.
-
-    Raises:
-        ValueError: if the tokenizer has none.
-    """
+    """Returns the id of the padding; what it is does not matter, but it must be a special token."""
     for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if found is not None:
             return int(found)

@@ -112,9 +112,6 @@ def load_splits(
 
     ``train`` and behind it ``dev`` begin a seeded permutation of the training data; ``test`` begins
     one, of the same seed, of the validation data, which may have fewer rows than asked for.
-
-    Raises:
-        ValueError: if there are not enough training data.
     """
     rows, tests = (load_split(split, path, *task.hub) for split in ("train", test_split))
     train, dev = sizes["train"], sizes["dev"]
@@ -152,9 +149,6 @@ class Encoder:
         tokenizer: of the model.
         max_length: the most tokens of a row.
         first: the ids that every row begins with.
-
-    Raises:
-        ValueError: if there is no room for two tokens more.
     """
 
     tokenizer: Any
@@ -179,9 +173,6 @@ class Encoder:
         An answer's tokens are those that the text has more with it than without. The last one is
         only predicted: options of one token are all predicted from the same text, which is there
         once.
-
-        Raises:
-            ValueError: if an answer has no token, or leaves no room for the prompt.
         """
         before = len(self._ids(question.prompt))
         texts, answers = [], []

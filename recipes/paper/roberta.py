@@ -100,13 +100,7 @@ class RobertaArguments(ExperimentArguments):
 
 
 def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment:
-    """Returns the experiment: the task's few-shot split, and the model.
-
-    Raises:
-        ValueError: if there is no such head, a new head is asked for its zero-shot accuracy, a
-            model is to be saved that no class of transformers has, or nothing is left for the dev
-            split.
-    """
+    """Returns the experiment: the task's few-shot split, and the model."""
     if script.head not in HEADS:
         raise ValueError(f"head={script.head!r} must be one of: {', '.join(HEADS)}.")
     if script.zero_shot and script.head != PROMPT:
@@ -156,10 +150,6 @@ def rows_of(task: Task, script: RobertaArguments, split: str) -> Dataset:
     """Returns a split: ``texts``, a list of one or two, and ``labels`` in the task's order.
 
     Rows without a label (-1, as SNLI has) are left out.
-
-    Raises:
-        FileNotFoundError: if there are no such data.
-        ValueError: if the data have other labels than the task.
     """
     data = load_split(split, script.dataset_path, task.path, task.name, task.revision)
     feature = data.features[task.label]
@@ -217,11 +207,7 @@ def encoded(
 
 
 def public_examples(tokenizer: Any, longest: int, script: RobertaArguments) -> list[Example] | None:
-    """Returns the texts of the public data set, if there is one: its first column of texts.
-
-    Raises:
-        ValueError: if it has none.
-    """
+    """Returns the texts of the public data set, if there is one: its first column of texts."""
     if script.public_dataset is None:
         return None
     data = load_split("train", script.public_dataset, script.public_dataset)

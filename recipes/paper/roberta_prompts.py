@@ -78,9 +78,6 @@ class Task:
         Args:
             max_length: if given, instead of the task's own. The first text then gets that less
                 ``ROOM``, so that the mask is not cut off.
-
-        Raises:
-            ValueError: if that leaves nothing of the first text.
         """
         if max_length is None:
             return self.max_length, self.first_length
@@ -102,11 +99,7 @@ TASKS: Mapping[str, Task] = {
 def prompt(
     task: Task, tokenizer: Any, texts: Sequence[str], max_length: int | None = None
 ) -> list[int]:
-    """Returns the tokens of a prompt of some texts; what is too long is cut off at its end.
-
-    Raises:
-        ValueError: if the mask is cut off, or the tokenizer has no token for a template's sign.
-    """
+    """Returns the tokens of a prompt of some texts; what is too long is cut off at its end."""
     most, most_first = task.lengths(max_length)
     written = task.write(*texts)
     tokens = [tokenizer.cls_token_id]
@@ -138,11 +131,7 @@ def _sign(tokenizer: Any, sign: str) -> int:
 
 
 def label_words(task: Task, tokenizer: Any) -> list[int]:
-    """Returns the token of each label's word, with the space before it.
-
-    Raises:
-        ValueError: if a word is not one token.
-    """
+    """Returns the token of each label's word, with the space before it."""
     found = {
         word: tokenizer.encode(f" {word}", add_special_tokens=False) for word in task.words.values()
     }
@@ -161,9 +150,6 @@ def read_at_mask(model: Any, words: Sequence[int]) -> Any:
     """Makes a masked language model return the logits of some words at the mask, (B, L).
 
     Only its forward changes, to ``logits_at_mask``: it saves and loads as the model it is.
-
-    Raises:
-        ValueError: if its vocabulary head is not one module.
     """
     _vocabulary_head(model)
     words_of_labels = torch.tensor(words, device=model.device)

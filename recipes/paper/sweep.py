@@ -89,11 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads the file of a sweep.
-
-    Raises:
-        ValueError: if a part is missing, or there is one too many.
-    """
+    """Reads the file of a sweep."""
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     if set(config) != KEYS:
         raise ValueError(f"{path} has the parts {sorted(config)}, and needs {sorted(KEYS)}.")
@@ -173,9 +169,6 @@ class Experiments(Sweep):
         """Refuses results that were made with other settings than their runs would have today.
 
         A line is known by what the file of the sweep says, and not by what a preset does.
-
-        Raises:
-            ValueError: if there are any.
         """
         found = [(cell, self.result(cell)) for cell in cells]
         wrong = [

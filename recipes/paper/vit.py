@@ -128,11 +128,7 @@ class ViTArguments(ExperimentArguments):
 
 
 def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
-    """Returns a task with its model; exactly one split is scored, and the curve is of it.
-
-    Raises:
-        ValueError: if a task that starts from a checkpoint is to start from random weights.
-    """
+    """Returns a task with its model; exactly one split is scored, and the curve is of it."""
     if script.from_scratch and script.task.endswith(FINE_TUNE):
         raise ValueError(
             f"task={script.task!r} starts from a checkpoint. Give --from_scratch False and "
@@ -182,11 +178,7 @@ def processor_of(batches: Batches) -> ViTImageProcessor:
 
 
 def drawn(data: Images | Subset[Any], number: int, seed: int) -> Subset[Any]:
-    """Returns so many examples of a data set, in a random order.
-
-    Raises:
-        ValueError: if the data set has fewer.
-    """
+    """Returns so many examples of a data set, in a random order."""
     if not 0 < number <= len(data):
         raise ValueError(f"train_examples={number} must be from 1 to {len(data)}.")
     generator = torch.Generator().manual_seed(seed)
@@ -194,11 +186,7 @@ def drawn(data: Images | Subset[Any], number: int, seed: int) -> Subset[Any]:
 
 
 def build_model(script: ViTArguments, classes: int) -> Any:
-    """Returns the transformer with a head for so many classes.
-
-    Raises:
-        ValueError: if a shape is asked for, and the model is not from scratch.
-    """
+    """Returns the transformer with a head for so many classes."""
     name = script.model_name_or_path
     shape = {key: getattr(script, key) for key in _SHAPE if getattr(script, key) is not None}
     if script.from_scratch:

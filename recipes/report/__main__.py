@@ -198,11 +198,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def stale(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields the path of each page that is not what the results say, and what it should be.
-
-    Raises:
-        ValueError: if a page asks for a table that is not known, or does not end one.
-    """
+    """Yields the path of each page that is not what the results say, and what it should be."""
     for path, render in PAGES.items():
         text = render(root)
         page = root / path

@@ -57,11 +57,7 @@ def read_paper() -> Spec:
 
 
 def our_cells(results: Path) -> Cells:
-    """Return our runs of the paper's cells, from the folders of the sweeps.
-
-    Raises:
-        ValueError: a folder has the results of another file than the sweep of its name.
-    """
+    """Return our runs of the paper's cells, from the folders of the sweeps."""
     found: dict[tuple[str, str, str, float | None], list[Mapping[str, Any]]] = {}
     for path in SWEEPS:
         folder, config = results / path.stem, sweep.read(path)

@@ -48,9 +48,6 @@ def in_repository(target: str, page: str) -> str:
     Args:
         target: a link relative to the page, which may end with an anchor.
         page: path of the page from the root.
-
-    Raises:
-        FileNotFoundError: if there is no such file or folder.
     """
     path, _, anchor = target.partition("#")
     linked = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page

@@ -168,11 +168,7 @@ def train(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> DPGrapeSFTT
 def real_texts(
     script: SyntheticTextArguments, split: str, unit_column: str | None = None
 ) -> dict[str, list[Any]]:
-    """Return texts, the names of their labels, and whose they are if a column says so.
-
-    Raises:
-        ValueError: no labels are declared, or too few.
-    """
+    """Return texts, the names of their labels, and whose they are if a column says so."""
     rows = load_split(split, script.dataset_path, script.dataset_path)
     labels = rows[script.label_column]
     if not all(label in range(len(script.labels)) for label in labels):
@@ -334,11 +330,7 @@ def report(results: Mapping[str, Any], kept: Texts, folder: str) -> str:
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[SyntheticTextArguments, DPGrapeSFTConfig]:
-    """Return the arguments of ``main``: command line over ``--config`` over defaults.
-
-    Raises:
-        ValueError: the file sets what is no option, or model, data or labels are missing.
-    """
+    """Return the arguments of ``main``: command line over ``--config`` over defaults."""
     parser = HfArgumentParser((SyntheticTextArguments, DPGrapeSFTConfig))
     parser.add_argument("--config", help="YAML file with defaults of options.")
     given = parser.parse_known_args(argv)[0]

@@ -19,16 +19,17 @@ SMALL = ["--pool", "120", "--models", "3", "--epochs", "12", "--steps", "3", "--
 
 def test_a_rate_counts_who_is_above_the_threshold() -> None:
     members, others = np.array([5.0, 3.0, 2.0, 0.5]), np.arange(100.0) / 25  # up to 3.96
-    found = membership.at_rate(members, others, 0.01)
+    found, none = membership.measure(members, others)["at"]
     assert (found["true_positives"], found["false_positives"]) == (1, 1)
     assert found["tpr"] == 0.25
-    none = membership.at_rate(members, others, 0.001)
     assert (none["true_positives"], none["false_positives"]) == (1, 0)
 
 
 def test_tied_scores_are_not_accused_beyond_the_rate() -> None:
-    found = membership.at_rate(np.ones(10), np.ones(10), 0.5)
-    assert (found["true_positives"], found["false_positives"]) == (0, 0)
+    found = membership.measure(np.ones(10), np.ones(10))
+    assert [point["true_positives"] for point in found["at"]] == [0, 0]
+    assert [point["false_positives"] for point in found["at"]] == [0, 0]
+    assert found["auc"] == 0.5
 
 
 def test_the_bound_on_attacks_uses_both_sides_of_the_guarantee() -> None:
@@ -62,10 +63,10 @@ def test_lira_finds_members_whose_texts_differ_in_difficulty() -> None:
     coins = np.random.default_rng(0)
     member = coins.random((8, 400)) < 0.5
     confidences = 5 * coins.normal(size=400) + 2 * member + 0.5 * coins.normal(size=(8, 400))
-    plain = membership.auc(confidences[member], confidences[~member])
+    plain = membership.measure(confidences[member], confidences[~member])["auc"]
     scores = membership.lira(confidences, member)
     assert plain < 0.7
-    assert membership.auc(scores[member], scores[~member]) > 0.97
+    assert membership.measure(scores[member], scores[~member])["auc"] > 0.97
 
 
 # ---- The recipe ----
