@@ -13,40 +13,23 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+import yaml
 from tqdm import tqdm
 
 from dp_grape_hf import memory
 from dp_grape_hf.memory import ADAMW, DP_GRAPE, Step, fake_tensors, prepared
-from recipes.benchmark.models import LLAMA, OPT, VIT, Setting
+from recipes.benchmark.models import Setting
 from recipes.common.markdown import table
 from recipes.common.provenance import write
 
-_LARGE = Setting(
-    hidden_size=1024, layers=24, vocab_size=50_265, batch_size=40, length=128, dropout=0.1
-)
-_SMALL = Setting(
-    hidden_size=64, layers=24, heads=2, vocab_size=1000, batch_size=8, length=16, dropout=0.1
-)
-_VIT = Setting(VIT, hidden_size=768, layers=12, batch_size=64, length=196)
-_LLAMA = Setting(LLAMA, hidden_size=2048, layers=16, batch_size=8, length=128, dtype="bfloat16")
-_OPT = Setting(
-    OPT, hidden_size=4096, layers=32, heads=32, vocab_size=50_272, batch_size=8, length=128
-)
 MODELS: Mapping[str, tuple[Setting, bool]] = {
-    "RoBERTa-large, float32": (_LARGE, False),
-    "RoBERTa-large, bf16 autocast": (_LARGE, True),
-    "RoBERTa-large, bfloat16 weights": (replace(_LARGE, dtype="bfloat16"), False),
-    "RoBERTa, hidden 64, 24 layers, float32": (_SMALL, False),
-    "ViT-Base, bf16 autocast": (_VIT, True),
-    "Llama, hidden 2048, 16 layers, bfloat16 weights": (_LLAMA, False),
-    "OPT-6.7B, bfloat16 weights, checkpointing": (
-        replace(_OPT, dtype="bfloat16", gradient_checkpointing=True),
-        False,
-    ),
+    name: (Setting(**options), options.get("autocast", False))
+    for name, options in yaml.safe_load(
+        Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    ).items()
 }
 """Models, and whether they run under autocast."""
 

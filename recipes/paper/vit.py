@@ -26,11 +26,13 @@ The images that are scored count as public: no epsilon covers them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch.utils.data import Subset, random_split
 from transformers import (
     AutoConfig,
@@ -57,23 +59,13 @@ from recipes.paper.images import (
 )
 
 HELD_OUT = 0.2
-SOURCES = {
-    "MNIST": Source("ylecun/mnist", "image", "label", 10),
-    "FASHION-MNIST": Source("zalando-datasets/fashion_mnist", "image", "label", 10),
-    "CIFAR-10": Source("uoft-cs/cifar10", "img", "label", 10),
-    "CIFAR-100": Source("uoft-cs/cifar100", "img", "fine_label", 100),
-}
 FINE_TUNE = "-fine-tune"
 """Ends the names of tasks whose preset starts from a checkpoint."""
 
-# Built-in sizes, for --from_scratch without a configuration from the Hub (Dosovitskiy et al. 2021;
-# Touvron et al. 2021 for the next two); the last is for a CPU.
-SIZES = {
-    "vit-base": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12},
-    "vit-small": {"hidden_size": 384, "num_hidden_layers": 12, "num_attention_heads": 6},
-    "vit-tiny": {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3},
-    "vit-64x2": {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
-}
+_DATA = yaml.safe_load(Path(__file__).with_name("vit_tasks.yaml").read_text(encoding="utf-8"))
+SOURCES = {name: Source(**source) for name, source in _DATA["sources"].items()}
+SIZES: Mapping[str, Mapping[str, int]] = _DATA["sizes"]
+"""Built-in sizes, for ``--from_scratch`` without a configuration from the Hub."""
 _SHAPE = (
     *("image_size", "patch_size", "num_channels", "hidden_size", "num_hidden_layers"),
     *("num_attention_heads", "initializer_range"),
@@ -191,7 +183,7 @@ def build_model(script: ViTArguments, classes: int) -> Any:
     shape = {key: getattr(script, key) for key in _SHAPE if getattr(script, key) is not None}
     if script.from_scratch:
         built_in = name in SIZES and not Path(name).exists()
-        shape = SIZES[name] | shape if built_in else shape
+        shape = {**SIZES[name], **shape} if built_in else shape
         if "hidden_size" in shape:
             shape["intermediate_size"] = 4 * shape["hidden_size"]
         shape["num_labels"] = classes

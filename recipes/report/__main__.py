@@ -141,12 +141,10 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "paper-figures": figures.as_markdown,
     "nothing-set": lambda root: state.of_nothing_set(
-        {name: _summary(root / STUDIES / name) for name in state.SWEEPS},
+        lambda name: _summary(root / STUDIES / name),
         [_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "nothing_set")],
     ),
-    "stand-ins": lambda root: state.of_stand_ins(
-        {name: _summary(root / STUDIES / name) for name in state.SWEEPS}
-    ),
+    "stand-ins": lambda root: state.of_stand_ins(lambda name: _summary(root / STUDIES / name)),
     "options": lambda _: front_page.options(),
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / STUDIES / name))

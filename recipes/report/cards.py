@@ -7,33 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import yaml
+
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import CardDetails, render
 
 CARDS = Path("model_cards")
+_DECLARED = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
 DETAILS: Mapping[str, CardDetails] = {
-    "digits": CardDetails(model_class="ViTForImageClassification"),
-    "digits_described": CardDetails(
-        repo_id="user/digits-vit-dp",
-        model_name="A small Vision Transformer for handwritten digits, from a demo",
-        language=["en"],
-        license="apache-2.0",
-        pipeline_tag="image-classification",
-        metrics={"test accuracy": 0.936},
-        metrics_are_public=True,
-    ),
-    "digits_not_private": CardDetails(model_class="ViTForImageClassification"),
-    "trec_adapter": CardDetails(
-        model_name="A LoRA adapter for questions of six classes, from a demo",
-        base_model="sentence-transformers/all-MiniLM-L6-v2",
-        adapter=True,
-        language=["en"],
-        datasets=["CogComp/trec"],
-        metrics={"test accuracy": 0.454},
-        metrics_are_public=True,
-        model_class="BertForSequenceClassification",
-        num_labels=6,
-    ),
+    folder: CardDetails(**declared) for folder, declared in _DECLARED.items()
 }
 """By folder, what the publisher of a card declares."""
 _TABLE = re.compile(r"^## Hyperparameters\n\n.*\n.*\n((?:\|.*\n)+)", re.MULTILINE)

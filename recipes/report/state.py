@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from recipes.common.markdown import BLANK, NOT_RUN, Score, budget, score_text, table
 from recipes.report.tables import Cells, places_of
@@ -16,42 +19,12 @@ FORMULAS = {
 }
 """The tables without measurements."""
 
-STAND_INS: Mapping[str, tuple[str, ...]] = {
-    "ours, nothing searched": ("DP-GRAPE",),
-    "P of deviation 1/r (`reference_code`)": ("reference_code", "DP-GRAPE, scale 1/r"),
-    "P of deviation 1/√r (`paper`)": ("paper", "DP-GRAPE"),
-    "DP-Adam": ("DP-Adam", "DP-Adam, falling rate"),
-    "DP-LoRA": (
-        "DP-LoRA",
-        "DP-LoRA, A of principal directions, falling rate",
-        "DP-LoRA, A of principal directions",
-    ),
-    "DP-BiTFiT": ("DP-BiTFiT, falling rate", "DP-BiTFiT"),
-    "DPZero": ("DPZero",),
-    "AdamW": ("AdamW",),
-}
-"""Columns of the table of stand-ins, and what their rows are called in the sweeps."""
-SEARCHED = {"SST-2": ("text",), "TREC": ("text_trec",), "RTE": ()}
-OURS = {
-    "SST-2": ("text_chosen",),
-    "TREC": ("text_chosen",),
-    "RTE": ("nothing_set", "rte_epsilons", "rte_chosen"),
-}
-PRESETS, PLAIN = "stand_ins", ("text_epsilons", "rte_epsilons")
-"""The sweeps of a task: with settings that were searched, with nothing searched, with the paper's
-presets as they are, and without privacy."""
-BEFORE: Mapping[str, tuple[str, ...]] = {
-    "TREC": ("text_chosen", "text_epsilons"),
-    "SST-2": ("text_chosen", "text_epsilons"),
-    "RTE": ("rte_epsilons",),
-    "CIFAR-10 small": ("vision_epsilons",),
-}
-TODAY = ("nothing_set", "nothing_set_vision")
-"""The sweeps with nothing searched: as the package chose earlier, and as it chooses today."""
-SWEEPS = frozenset(
-    {*(name for groups in (SEARCHED, OURS, BEFORE) for some in groups.values() for name in some)}
-    | {PRESETS, *PLAIN, *TODAY}
+SHOWN: Mapping[str, Any] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
+TODAY: Sequence[str] = SHOWN["today"]
+Summaries = Callable[[str], Mapping[str, Any]]
+"""Returns the summary of a sweep of the studies, by its name."""
 
 
 def of_tables(ours: Cells, measured: Measured, paper: Spec) -> str:
@@ -79,17 +52,15 @@ def of_tables(ours: Cells, measured: Measured, paper: Spec) -> str:
     return table(["The paper's", "What", "State"], unique.values())
 
 
-def of_nothing_set(
-    summaries: Mapping[str, Mapping[str, Any]], digits: Sequence[Mapping[str, Any]]
-) -> str:
+def of_nothing_set(summaries: Summaries, digits: Sequence[Mapping[str, Any]]) -> str:
     """Return the scores with nothing searched, before and today, by task and budget.
 
     Args:
-        summaries: of the sweeps named above, by name.
+        summaries: of the studies.
         digits: the records of ``recipes.digits.compare``, before and today.
     """
     rows = []
-    for task, sweeps in BEFORE.items():
+    for task, sweeps in SHOWN["before"].items():
         cells = []
         for epsilon, names in product(("2", "8"), (sweeps, TODAY)):
             cells.append(score_text(_most(summaries, names, task, ("DP-GRAPE",), epsilon)))
@@ -104,30 +75,31 @@ def of_nothing_set(
     return table(["Task", *titles], rows)
 
 
-def of_stand_ins(summaries: Mapping[str, Mapping[str, Any]]) -> str:
+def of_stand_ins(summaries: Summaries) -> str:
     """Returns the scores of all-MiniLM-L6-v2 at the paper's budgets, by task.
 
     Where several sweeps have a cell, it shows the one with the most seeds.
 
     Args:
-        summaries: of the sweeps named above, by name.
+        summaries: of the studies.
     """
-    rows = []
-    for task, chosen in OURS.items():
+    rows, spec = [], SHOWN["stand_ins"]
+    for task, chosen in spec["ours"].items():
         for epsilon in (2, 6):
             cells = []
-            for title, names in STAND_INS.items():
-                sweeps = chosen if title.startswith("ours") else SEARCHED[task]
-                sweeps += chosen * title.startswith("DP-")
-                sweeps += (PRESETS,) * title.startswith("P of") + PLAIN * (title == "AdamW")
+            for title, names in spec["columns"].items():
+                sweeps = chosen if title.startswith("ours") else spec["searched"][task]
+                sweeps = sweeps + chosen * title.startswith("DP-")
+                sweeps = sweeps + spec["presets"] * title.startswith("P of")
+                sweeps = sweeps + spec["plain"] * (title == "AdamW")
                 key = "inf" if title == "AdamW" else f"{epsilon}"
                 cells.append(score_text(_most(summaries, sweeps, task, names, key)))
             rows.append([task, budget(epsilon), *cells])
-    return table(["Task", "ε", *STAND_INS], rows)
+    return table(["Task", "ε", *spec["columns"]], rows)
 
 
 def _most(
-    summaries: Mapping[str, Mapping[str, Any]],
+    summaries: Summaries,
     sweeps: Iterable[str],
     task: str,
     names: Iterable[str],
@@ -135,7 +107,7 @@ def _most(
 ) -> Score | None:
     """Return the score with the most seeds of those that some sweeps have; None without one."""
     scores = [
-        summaries[sweep]["tasks"].get(task, {}).get(name, {}).get("scores", {}).get(budget)
+        summaries(sweep)["tasks"].get(task, {}).get(name, {}).get("scores", {}).get(budget)
         for sweep, name in product(sweeps, names)
     ]
     return max(filter(None, scores), key=lambda score: score[-1], default=None)

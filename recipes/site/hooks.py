@@ -24,27 +24,6 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
-TOPICS = (
-    *("mechanism", "arguments", "choosing", "trainer", "projections", "accounting", "ledger"),
-    *("publishing", "memory", "cli"),
-)
-"""Subpackages with pages for users, in this order; the other pages are for developers."""
-GUIDE = ("README", "dp_sgd", "epsilon", "data_format", "evaluation", "metrics", "own_loop")
-"""The first pages of the guide, in this order."""
-NAVIGATION = {
-    "Home": ["README.md"],
-    "Tutorial": ["recipes/tutorial/README.md", "recipes/tutorial/*.ipynb"],
-    "Guide": [f"recipes/guide/{name}.md" for name in (*GUIDE, "[a-z]*")],
-    "Reference": ["reference/index.md", "reference/trainers.md", "reference/arguments.md"],
-    "Topics": [f"dp_grape_hf/{name}/README.md" for name in TOPICS],
-    "Recipes": ["recipes/README.md", "recipes/*/README.md", "model_cards/README.md"],
-    "Development": [
-        *("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"),
-        "dp_grape_hf/*/README.md",
-    ],
-}
-"""Section -> patterns of its pages. A page is in the first section that matches."""
-
 LINKED = [
     *("recipes/*/results/*.md", "model_cards/*/README.md"),
     *("recipes/**/*.png", "recipes/**/*.svg"),
@@ -85,7 +64,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the navigation, and the link to the repository."""
     seen: set[str] = set()
     config.nav = []
-    for title, patterns in NAVIGATION.items():
+    for title, patterns in config.extra["navigation"].items():
         if title == "Reference":
             paths = [*patterns, *REFERENCE]
         else:
@@ -100,8 +79,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages, their pictures and the reference."""
-    patterns = [pattern for section in NAVIGATION.values() for pattern in section]
-    for path in matching([*patterns, *LINKED]):
+    sections = config.extra["navigation"].values()
+    for path in matching([*(pattern for section in sections for pattern in section), *LINKED]):
         if path.endswith(".ipynb"):
             add_notebook(path, files, config)
         else:
