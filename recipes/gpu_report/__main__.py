@@ -104,13 +104,7 @@ def rows(tiny: bool = False) -> list[Row]:
 
 
 def measure(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
-    """Return what a step of a row takes, or that memory was short.
-
-    Args:
-        row: what to train.
-        device: where.
-        steps: how many are timed.
-    """
+    """Return what a step of a row takes, over so many timed steps, or that memory was short."""
     gc.collect()  # trainers are cycles, and the last row's holds its model
     tf32 = row.precision == "TF32"
     set_precision(tf32)
@@ -123,8 +117,7 @@ def measure(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
 def in_another_process(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
     """Return what ``measure`` finds in a new process, and leave nothing of it in this one."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing without a GPU
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measure, row, device, steps).result()
 
@@ -163,26 +156,16 @@ def _measured(row: Row, device: torch.device, steps: int) -> dict[str, Any]:
 
 
 class _Clock:
-    """Time the steps that lie between its calls; on a GPU, profile the last one.
-
-    Args:
-        device: of the steps.
-        steps: how many are timed.
-    """
+    """Time the steps that lie between its calls; on a GPU, profile the last one."""
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._first, self._last = WARMUP, WARMUP + steps  # calls before the first and last timed
+        self.steps = self._last + self._on_gpu  # with those that are not timed
         self._calls, self._start = 0, 0.0
-        self._whole: list[float] = []
-        self._launched: list[float] = []
-        self._memory: dict[str, Any] = {}
+        self._times: dict[str, list[float]] = {"seconds": [], "host_seconds": []}
+        self._found: dict[str, Any] = {}
         self._profile: Any = None
-
-    @property
-    def steps(self) -> int:
-        """How many there must be, with those that are not timed."""
-        return self._last + self._on_gpu
 
     def __call__(self) -> None:
         """Note that a step has ended, and that the next one begins."""
@@ -190,30 +173,28 @@ class _Clock:
         if self._on_gpu:
             torch.cuda.synchronize()
         if self._first < self._calls <= self._last:
-            self._launched.append(launched)
-            self._whole.append(time.perf_counter() - self._start)
+            self._times["host_seconds"].append(launched)
+            self._times["seconds"].append(time.perf_counter() - self._start)
         if self._on_gpu and self._calls == self._first:
             torch.cuda.reset_peak_memory_stats(self._device)
         if self._on_gpu and self._calls == self._last:
-            self._memory["allocated"] = torch.cuda.max_memory_allocated(self._device)
-            self._memory["reserved"] = torch.cuda.max_memory_reserved(self._device)
+            self._found["allocated"] = torch.cuda.max_memory_allocated(self._device)
+            self._found["reserved"] = torch.cuda.max_memory_reserved(self._device)
             self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
             self._profile.start()
         elif self._profile is not None:
             self._profile.stop()
+            self._found |= _shown(self._profile.events())
         self._calls += 1
         self._start = time.perf_counter()
 
     def found(self) -> dict[str, Any]:
         """Return medians of seconds and, on a GPU, memory and the figures of the profile."""
-        times = {"seconds": self._whole, "host_seconds": self._launched}
-        found = {name: statistics.median(each) for name, each in times.items()} | self._memory
-        return found if self._profile is None else found | _shown(self._profile)
+        return {name: statistics.median(each) for name, each in self._times.items()} | self._found
 
 
-def _shown(found: Any) -> dict[str, Any]:
+def _shown(events: Any) -> dict[str, Any]:
     """Return how long kernels ran, how many, and how often the processor waited for them."""
-    events: Any = found.events()
     kernels = [event for event in events if event.device_type == DeviceType.CUDA]
     calls = [event.name for event in events if event.device_type == DeviceType.CPU]
     return {
@@ -226,8 +207,8 @@ def _shown(found: Any) -> dict[str, Any]:
 # ---- The report ----
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the rows that are missing, print all, and return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -238,12 +219,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--tiny", action="store_true", help="tiny models, to see that everything works")
     add("--output_dir", type=Path, default=Path(__file__).parent / "results")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure the rows that are missing, print all, and return the exit status."""
-    options = parse(argv)
+    options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.stderr.write(
             "gpu_report measures on a GPU, and torch sees no CUDA device here. Run it on a machine "
@@ -293,7 +269,12 @@ def missing(
         of: returns the results of a row.
         where: the code and the machine that a result must be of.
     """
-    stale = [row for row in plan if not any(_is_current(found, where) for found in of(row))]
+    same = {name: where[name] for name in ("device", "host", "versions", "code")}.items()
+
+    def is_current(found: Mapping[str, Any]) -> bool:
+        return "failed" not in found and all(found.get(name) == value for name, value in same)
+
+    stale = [row for row in plan if not any(map(is_current, of(row)))]
     asked = [row for row in stale if re.search(only, str(row))]
     beside = {(row.model, row.precision) for row in asked}
     return [
@@ -301,11 +282,6 @@ def missing(
         for row in stale
         if row in asked or (row.method == ADAMW and (row.model, row.precision) in beside)
     ]
-
-
-def _is_current(row: Mapping[str, Any], where: Mapping[str, Any]) -> bool:
-    names = ("device", "host", "versions", "code")
-    return "failed" not in row and all(row.get(name) == where[name] for name in names)
 
 
 def host() -> str:

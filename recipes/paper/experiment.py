@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, fields, make_dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import yaml
@@ -126,9 +126,6 @@ class ExperimentArguments:
             raise ValueError("save_model=True, zero_shot=True: nothing is trained. Drop one.")
 
 
-Script = TypeVar("Script", bound=ExperimentArguments)
-
-
 @dataclass
 class Experiment:
     """A task, ready to train and to score.
@@ -157,7 +154,7 @@ class Experiment:
 
 
 @dataclass(frozen=True)
-class Family(Generic[Script]):
+class Family:
     """A family of experiments.
 
     Args:
@@ -168,9 +165,9 @@ class Family(Generic[Script]):
     """
 
     name: str
-    script: type[Script]
+    script: type[ExperimentArguments]
     tasks: tuple[str, ...]
-    load: Callable[[Script, DPGrapeTrainingArguments], Experiment]
+    load: Callable[[Any, DPGrapeTrainingArguments], Experiment]
 
 
 def in_adapter(
@@ -206,7 +203,7 @@ def accuracy(
 # ---- One run ----
 
 
-def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) -> dict[str, Any]:
+def run(family: Family, script: Any, args: DPGrapeTrainingArguments) -> dict[str, Any]:
     """Trains, scores, and writes the result; returns it.
 
     A run that was stopped goes on from its last whole checkpoint.
@@ -234,12 +231,7 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
     spent = None
     model: nn.Module = experiment.model
 
-    def scores() -> dict[str, Scores]:
-        return {split: experiment.score(model, split) for split in scored}
-
-    if script.zero_shot:
-        metrics = scores()
-    else:
+    if not script.zero_shot:
         trainer = DPGrapeTrainer(
             model,
             args,
@@ -253,14 +245,13 @@ def run(family: Family[Script], script: Script, args: DPGrapeTrainingArguments) 
         stopped = any(folder.glob("checkpoint-*"))  # as it has no result, it did not end
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or stopped)
         spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
-    # Of training alone where there is any, otherwise of the scores.
-    seconds, peak = time.perf_counter() - start, peak_memory()
-    if not script.zero_shot:
-        if script.save_model:
-            trainer.save_model()
-        metrics = scores()  # by all processes, as the weights may be spread over them
-        if not trainer.is_world_process_zero():
-            return {}
+    seconds, peak = time.perf_counter() - start, peak_memory()  # of the training
+    if script.save_model:
+        trainer.save_model()
+    # By all processes, as the weights may be spread over them.
+    metrics = {split: experiment.score(model, split) for split in scored}
+    if args.process_index > 0:
+        return {}
     result = {
         "family": family.name,
         "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
@@ -331,7 +322,7 @@ class Curve(TrainerCallback):
 
 
 def result_path(
-    family: Family[Script], script: ExperimentArguments, args: DPGrapeTrainingArguments
+    family: Family, script: ExperimentArguments, args: DPGrapeTrainingArguments
 ) -> Path:
     """Return where the result of a run belongs."""
     what = "zero-shot" if script.zero_shot else args.method
@@ -370,7 +361,7 @@ def report(result: Mapping[str, Any]) -> str:
 # ---- Settings ----
 
 
-def main(family: Family[Script], argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs what the command line asks for."""
     script, args = parse(family, argv)
     if args.disable_tqdm:
@@ -379,8 +370,8 @@ def main(family: Family[Script], argv: Sequence[str] | None = None) -> dict[str,
 
 
 def parse(
-    family: Family[Script], argv: Sequence[str] | None = None
-) -> tuple[Script, DPGrapeTrainingArguments]:
+    family: Family, argv: Sequence[str] | None = None
+) -> tuple[Any, DPGrapeTrainingArguments]:
     """Returns the arguments of a run: the command line over the preset over defaults."""
     parser = HfArgumentParser((family.script, PaperArguments))
     words = list(sys.argv[1:] if argv is None else argv)

@@ -138,10 +138,19 @@ def answer_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     """Loads the model and the examples of a task; ``args.seed`` draws the examples."""
+    if script.public_dataset is not None:
+        raise ValueError(
+            f"public_dataset={script.public_dataset!r}: these tasks are questions with options, "
+            "which other data have not. Leave it out: synthetic inputs serve as well."
+        )
     task = TASKS[script.task]
     args.remove_unused_columns = False  # the model takes what the collator makes of the columns
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)
-    model = load_model(script, args, tokenizer)
+    pad = next((x for x in (tokenizer.pad_token_id, tokenizer.eos_token_id) if x is not None), None)
+    if pad is None:  # which one it is does not matter, but it must be a special token
+        raise ValueError(f"{type(tokenizer).__name__} has neither a pad_token nor an eos_token.")
+    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
+    model = in_adapter(score_answers(model), script, args, tokenizer=tokenizer).to(args.device)
     limit = getattr(model.config, "max_position_embeddings", None) or script.max_length
     room = script.max_new_tokens if task.generates else 0
     encoder = Encoder(
@@ -149,16 +158,15 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         min(script.max_length, limit) - room,
         first_tokens(tokenizer, script.bos_token_id),
     )
-    collator = Collator(padding_of(tokenizer), answers=ANSWER_GRID if task.generates else 1)
+    collator = Collator(pad, answers=ANSWER_GRID if task.generates else 1)
     sizes = {"train": script.num_train, "dev": script.num_dev, "test": script.num_eval}
     questions = load_splits(task, script.dataset_path, args.seed, sizes, script.test_split)
 
     def score(trained: nn.Module, split: str) -> Scores:
         size = args.per_device_eval_batch_size
         if task.generates:
-            most = script.max_new_tokens
-            found = mean_f1(trained, questions[split], encoder, collator.pad, size, most)
-            return {"f1": found}
+            most, asked = script.max_new_tokens, questions[split]
+            return {"f1": mean_f1(trained, asked, encoder, pad, size, most)}
         options = sorted(
             map(encoder.example, questions[split]), key=lambda example: len(example["input_ids"][0])
         )
@@ -173,25 +181,6 @@ def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         tokenizer=tokenizer,
         loss=answer_loss if task.generates else choice_loss,
     )
-
-
-def load_model(script: OPTArguments, args: DPGrapeTrainingArguments, tokenizer: Any) -> Any:
-    """Returns the language model, ready for a method, on the device of the run."""
-    if script.public_dataset is not None:
-        raise ValueError(
-            f"public_dataset={script.public_dataset!r}: these tasks are questions with options, "
-            "which other data have not. Leave it out: synthetic inputs serve as well."
-        )
-    model = AutoModelForCausalLM.from_pretrained(script.model_name_or_path, dtype=script.dtype)
-    return in_adapter(score_answers(model), script, args, tokenizer=tokenizer).to(args.device)
-
-
-def padding_of(tokenizer: Any) -> int:
-    """Returns the id of the padding; what it is does not matter, but it must be a special token."""
-    for found in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if found is not None:
-            return int(found)
-    raise ValueError(f"{type(tokenizer).__name__} has neither a pad_token nor an eos_token.")
 
 
 FAMILY = Family(name="opt", script=OPTArguments, tasks=tuple(TASKS), load=load)

@@ -18,23 +18,12 @@ from recipes.paper.opt_tasks import Encoder, Question, left_padded
 
 
 def mean_f1(
-    model: Any,
-    questions: Sequence[Question],
-    encoder: Encoder,
-    pad: int,
-    batch_size: int,
-    max_new_tokens: int,
+    model: Any, questions: Sequence[Question], encoder: Encoder, pad: int, size: int, most: int
 ) -> float:
-    """Returns the mean F1, in percent, of the answers that a model generates."""
+    """Return the mean F1, in percent, of the answers that a model generates."""
     ordered = sorted(questions, key=lambda question: len(question.prompt))
-    answers = generate(
-        model,
-        encoder.tokenizer,
-        [encoder.prompt(question) for question in ordered],
-        pad,
-        batch_size,
-        max_new_tokens,
-    )
+    prompts = [encoder.prompt(question) for question in ordered]
+    answers = generate(model, encoder.tokenizer, prompts, pad, size, most)
     found = metric("squad").compute(
         predictions=[{"id": f"{i}", "prediction_text": text} for i, text in enumerate(answers)],
         references=[
@@ -47,34 +36,19 @@ def mean_f1(
 
 @torch.no_grad()
 def generate(
-    model: Any,
-    tokenizer: Any,
-    prompts: Sequence[Sequence[int]],
-    pad: int,
-    batch_size: int,
-    max_new_tokens: int,
+    model: Any, tokenizer: Any, prompts: Sequence[list[int]], pad: int, size: int, most: int
 ) -> list[str]:
-    """Returns the text that a model continues each prompt with, to the end of the line.
-
-    Prompts are ids, of any lengths; the padding is on the left.
-    """
+    """Return the text that a model continues each prompt (ids) with, to the end of the line."""
     model.eval()
     device = next(model.parameters()).device
-    line_break = tokenizer("\n", add_special_tokens=False)["input_ids"][-1]
-    ends = [line_break, tokenizer.eos_token_id]
+    ends = [tokenizer("\n", add_special_tokens=False)["input_ids"][-1], tokenizer.eos_token_id]
+    options = {"max_new_tokens": most, "do_sample": False, "num_beams": 1, "pad_token_id": pad}
+    options["eos_token_id"] = [token for token in ends if token is not None]
     texts = []
-    batches: Any = DataLoader(prompts, batch_size, collate_fn=partial(left_padded, pad=pad))
+    batches: Any = DataLoader(prompts, size, collate_fn=partial(left_padded, pad=pad))
     for batch in batches:
         ids, mask = (x.to(device) for x in batch)
-        tokens = model.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=[token for token in ends if token is not None],
-            pad_token_id=pad,
-        )
+        tokens = model.generate(input_ids=ids, attention_mask=mask, **options)
         new = tokens[:, ids.shape[1] :]
         texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return texts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -47,12 +47,8 @@ def text_of(node: ast.expr, constants: Mapping[str, str]) -> str:
 def messages(module: Path) -> Iterator[str]:
     """Yield the distinct messages of a module, in the order of the source code."""
     tree = ast.parse(module.read_text("utf-8"))
-    constants = {**shared_texts(), **_local_texts(tree)}
-    seen = set()
-    for text in [*_called(tree, constants), *_of_tables(tree, constants)]:
-        if text not in seen:
-            seen.add(text)
-            yield text
+    constants = {**shared_texts(), **_texts(tree)}
+    yield from dict.fromkeys([*_called(tree, constants), *_of_tables(tree, constants)])
 
 
 def section() -> str:
@@ -72,25 +68,16 @@ def section() -> str:
 @cache
 def shared_texts() -> dict[str, str]:
     """Return the text of each string constant of the package's modules, by name."""
-    texts: dict[str, str] = {}
-    for module in sorted(PACKAGE.rglob("*.py")):
-        for name, value in _assigned(ast.parse(module.read_text("utf-8"))):
-            text = text_of(value, {})
-            if VALUE not in text and len(_words(text)) >= LEAST_WORDS:
-                texts[name] = text
-    return texts
+    found = [_texts(ast.parse(path.read_text("utf-8"))) for path in sorted(PACKAGE.rglob("*.py"))]
+    return {name: text for texts in found for name, text in texts.items() if name.isupper()}
 
 
-def _local_texts(tree: ast.Module) -> dict[str, str]:
+def _texts(tree: ast.Module) -> dict[str, str]:
     """Return the text of each variable that a module assigns once, and a text."""
-    assigned = [
-        (node.targets[0].id, text_of(node.value, {}))
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    ]
+    assigned = [*_assigned(ast.walk(tree))]
     counts = Counter(name for name, _ in assigned)
-    texts = [(name, text) for name, text in assigned if len(_words(text)) >= LEAST_WORDS]
-    return {name: text for name, text in texts if counts[name] == 1}
+    found = ((name, text_of(value, {})) for name, value in assigned if counts[name] == 1)
+    return {name: text for name, text in found if len(_words(text)) >= LEAST_WORDS}
 
 
 def _called(tree: ast.Module, constants: Mapping[str, str]) -> Iterator[str]:
@@ -105,7 +92,7 @@ def _called(tree: ast.Module, constants: Mapping[str, str]) -> Iterator[str]:
 
 
 def _of_tables(tree: ast.Module, constants: Mapping[str, str]) -> Iterator[str]:
-    for name, table in _assigned(tree):
+    for name, table in _assigned(tree.body):
         if name.startswith(TABLES) and isinstance(table, ast.Dict):
             for key, value in zip(table.keys, table.values, strict=True):
                 if isinstance(key, ast.Constant):
@@ -113,12 +100,12 @@ def _of_tables(tree: ast.Module, constants: Mapping[str, str]) -> Iterator[str]:
                     yield f"{key.value}={VALUE} is not supported: {reason}."
 
 
-def _assigned(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield name and value of the assignments of a module, outside of functions."""
-    for node in tree.body:
+def _assigned(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
+    """Yield name and value of the assignments among nodes."""
+    for node in nodes:
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         value = getattr(node, "value", None)
-        if isinstance(targets[0], ast.Name) and value is not None:
+        if isinstance(targets[0], ast.Name) and isinstance(value, ast.expr):
             yield targets[0].id, value
 
 

@@ -356,9 +356,9 @@ def test_answers_are_greedy_and_end_with_the_line(name: str) -> None:
     expected = [" ".join(map(str, until(line_break, tokens))) for tokens in free]
     assert len(set(map(len, expected))) > 1  # not all end at once
     for batch_size in (1, 3):
-        found = generate(model, Numbers(line_break), prompts, PAD, batch_size, max_new_tokens=8)
+        found = generate(model, Numbers(line_break), prompts, PAD, batch_size, 8)
         assert found == expected
-    ended = generate(model, Numbers(-1, line_break), prompts, PAD, 4, max_new_tokens=8)
+    ended = generate(model, Numbers(-1, line_break), prompts, PAD, 4, 8)
     assert ended[0] == f"{expected[0]} {line_break}"  # which is no special token here
 
 
