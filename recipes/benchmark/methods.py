@@ -38,16 +38,11 @@ Maker = Callable[[nn.Module, Setting, Batch, Path], Any]
 
 @dataclass(frozen=True)
 class Method:
-    """A row of the tables.
+    """A row of the tables."""
 
-    Args:
-        title: its name in the tables.
-        make: ``(model, setting, batch, folder) -> training``.
-        usual: whether it is measured by default. Compiled methods are not: compiling takes long.
-    """
-
-    title: str
-    make: Maker
+    title: str  # its name in the tables
+    make: Maker  # ``(model, setting, batch, folder) -> training``
+    # whether it is measured by default. Compiled methods are not: compiling takes long.
     usual: bool = True
 
 

@@ -39,39 +39,26 @@ PATCH = 16  # pixels on a side
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and its batch. Other sizes are the defaults of the model's config.
+    """A model and its batch. Other sizes are the defaults of the model's config."""
 
-    Args:
-        model: a name in ``TITLES``.
-        hidden_size: hidden size. The feed-forward layers are four times as wide; in Llama, which
-            has three matrices in each, 11 / 4 times.
-        layers: number of layers.
-        vocab_size: vocabulary of a language model.
-        batch_size: B, in one physical batch.
-        length: T, the tokens of a text or the patches of an image (a square number).
-        rank: r of the projections.
-        heads: attention heads; 0 for one head per 64 of the hidden size.
-        max_length: rows of the position embeddings of a text model; 0 for ``length`` plus 8.
-        dropout: dropout rate of hidden states and attention. OPT has none in attention, and Llama
-            has none at all.
-        dtype: type of the weights, float32 or bfloat16.
-        gradient_checkpointing: whether activations are computed again in the backward pass.
-        autocast: whether matrix products are computed in bfloat16 with float32 weights
-            (``bf16=True``).
-    """
-
-    model: str = ROBERTA
+    model: str = ROBERTA  # a name in ``TITLES``
+    # hidden size. The feed-forward layers are four times as wide; in Llama, which has three
+    # matrices in each, 11 / 4 times.
     hidden_size: int = 512
-    layers: int = 6
-    vocab_size: int = 5_000
-    batch_size: int = 16
-    length: int = 64
-    rank: int = 16
-    heads: int = 0
-    max_length: int = 0
+    layers: int = 6  # number of layers
+    vocab_size: int = 5_000  # vocabulary of a language model
+    batch_size: int = 16  # B, in one physical batch
+    length: int = 64  # T, the tokens of a text or the patches of an image (a square number)
+    rank: int = 16  # r of the projections
+    heads: int = 0  # attention heads; 0 for one head per 64 of the hidden size
+    max_length: int = 0  # rows of the position embeddings of a text model; 0 for ``length`` plus 8
+    # dropout rate of hidden states and attention. OPT has none in attention, and Llama has none at
+    # all.
     dropout: float = 0.0
-    dtype: str = "float32"
+    dtype: str = "float32"  # type of the weights, float32 or bfloat16
+    # whether activations are computed again in the backward pass
     gradient_checkpointing: bool = False
+    # whether matrix products are computed in bfloat16 with float32 weights (``bf16=True``)
     autocast: bool = False
     classes: ClassVar[Mapping[str, Any]] = {
         ROBERTA: RobertaForSequenceClassification,

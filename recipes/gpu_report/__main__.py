@@ -59,21 +59,13 @@ WARMUP, STEPS = 3, 8
 
 @dataclass(frozen=True)
 class Row:
-    """A model with a batch, a precision, and what trains it.
+    """A model with a batch, a precision, and what trains it."""
 
-    Args:
-        model: a name in ``plan.yaml``, as the two others.
-        precision: what numbers are computed in.
-        method: what trains it.
-        setting: the model and its batch.
-        options: arguments of the Trainer.
-    """
-
-    model: str
-    precision: str
-    method: str
-    setting: Setting
-    options: Mapping[str, Any] = field(default_factory=dict)
+    model: str  # a name in ``plan.yaml``, as the two others
+    precision: str  # what numbers are computed in
+    method: str  # what trains it
+    setting: Setting  # the model and its batch
+    options: Mapping[str, Any] = field(default_factory=dict)  # arguments of the Trainer
 
     def __str__(self) -> str:
         return f"{self.model}, {self.precision}: {self.method}"

@@ -128,45 +128,29 @@ class ExperimentArguments:
 
 @dataclass
 class Experiment:
-    """A task, ready to train and to score.
+    """A task, ready to train and to score."""
 
-    Args:
-        model: what is trained.
-        train: its training examples; their number is N.
-        collator: makes a batch of examples.
-        score: (model, name of a split) -> metrics in percent, the first of which counts.
-        splits: how many examples each split that can be scored has.
-        loss: ``(outputs, labels) -> (B,)``; None for the model's own head.
-        tokenizer: of the model, or a processor; is saved with the model.
-        public: examples of ``--public_dataset``, which the collator takes.
-        notes: what is to be known of its data, beside the settings.
-    """
-
-    model: nn.Module
-    train: Any
-    collator: Callable[[list[Any]], Any]
+    model: nn.Module  # what is trained
+    train: Any  # its training examples; their number is N
+    collator: Callable[[list[Any]], Any]  # makes a batch of examples
+    # (model, name of a split) -> metrics in percent, the first of which counts
     score: Callable[[nn.Module, str], Scores]
-    splits: Mapping[str, int]
+    splits: Mapping[str, int]  # how many examples each split that can be scored has
+    # ``(outputs, labels) -> (B,)``; None for the model's own head
     loss: Callable[..., Tensor] | None = None
-    tokenizer: Any = None
-    public: Any = None
-    notes: Sequence[str] = ()
+    tokenizer: Any = None  # of the model, or a processor; is saved with the model
+    public: Any = None  # examples of ``--public_dataset``, which the collator takes
+    notes: Sequence[str] = ()  # what is to be known of its data, beside the settings
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of experiments.
+    """A family of experiments."""
 
-    Args:
-        name: of the recipe; its presets are ``configs/<name>_<preset>.yaml``.
-        script: the class of its arguments.
-        tasks: the names of its tasks.
-        load: makes the experiment, the seed being set.
-    """
-
-    name: str
-    script: type[ExperimentArguments]
-    tasks: tuple[str, ...]
+    name: str  # of the recipe; its presets are ``configs/<name>_<preset>.yaml``
+    script: type[ExperimentArguments]  # the class of its arguments
+    tasks: tuple[str, ...]  # the names of its tasks
+    # makes the experiment, the seed being set
     load: Callable[[Any, DPGrapeTrainingArguments], Experiment]
 
 

@@ -40,19 +40,12 @@ _IDX_BYTES = 0x08  # the third byte of an IDX file whose numbers are unsigned by
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from, and what it holds.
+    """Where a data set comes from, and what it holds."""
 
-    Args:
-        hub: its name on the Hub.
-        image: the column of the images there.
-        label: the column of the labels there.
-        classes: how many labels there are; they are counted from 0.
-    """
-
-    hub: str
-    image: str
-    label: str
-    classes: int
+    hub: str  # its name on the Hub
+    image: str  # the column of the images there
+    label: str  # the column of the labels there
+    classes: int  # how many labels there are; they are counted from 0
 
 
 class Images(Dataset[dict[str, Tensor]]):
@@ -182,18 +175,12 @@ class Batches:
 
     A channel of a pixel is ``(byte / 255 - mean) / std``. Resizing interpolates linearly, and
     averages first where it makes images smaller. Nothing mixes one image with another.
-
-    Args:
-        size: S; images are resized to S x S.
-        channels: of the model; a grey image is repeated in all of them.
-        mean: what is subtracted, a constant of the model and never of private images.
-        std: what is divided by, likewise.
     """
 
-    size: int
-    channels: int
-    mean: float
-    std: float
+    size: int  # S; images are resized to S x S
+    channels: int  # of the model; a grey image is repeated in all of them
+    mean: float  # what is subtracted, a constant of the model and never of private images
+    std: float  # what is divided by, likewise
 
     def __call__(self, examples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Returns ``pixel_values``, (B, C, S, S) float32, and ``labels``, (B,)."""

@@ -77,19 +77,12 @@ def sizes_of(model: ModelOfConfig, setting: Setting) -> dict[str, int]:
 
 @dataclass
 class Compared:
-    """A method, and what was found out about it.
+    """A method, and what was found out about it."""
 
-    Args:
-        title: its name, with the way it clips where there are several.
-        setting: what was run.
-        footprint: what a step takes; None if there can be no such run.
-        refused: why there can be none.
-    """
-
-    title: str
-    setting: Setting
-    footprint: Footprint | None = None
-    refused: str = ""
+    title: str  # its name, with the way it clips where there are several
+    setting: Setting  # what was run
+    footprint: Footprint | None = None  # what a step takes; None if there can be no such run
+    refused: str = ""  # why there can be none
 
 
 def every_method(setting: Setting) -> list[Compared]:

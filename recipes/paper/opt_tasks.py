@@ -28,34 +28,23 @@ Example = dict[str, Any]
 
 @dataclass(frozen=True)
 class Question:
-    """An example as text.
+    """An example as text."""
 
-    Args:
-        prompt: what comes before an answer.
-        options: the answers to choose from; of a task that generates, the one to learn from.
-        label: which option is right.
-        golds: of a task that generates, all answers that count as right.
-    """
-
-    prompt: str
+    prompt: str  # what comes before an answer
+    # the answers to choose from; of a task that generates, the one to learn from
     options: tuple[str, ...]
-    label: int = 0
-    golds: tuple[str, ...] = ()
+    label: int = 0  # which option is right
+    golds: tuple[str, ...] = ()  # of a task that generates, all answers that count as right
 
 
 @dataclass(frozen=True)
 class Task:
-    """A data set, and how its rows are read.
+    """A data set, and how its rows are read."""
 
-    Args:
-        hub: the name of the data set of the Hub, and of its configuration if it has several.
-        read: makes a question of a row.
-        generates: whether an answer is generated, and compared with several right ones.
-    """
-
+    # the name of the data set of the Hub, and of its configuration if it has several
     hub: tuple[str, ...]
-    read: Callable[[Row], Question]
-    generates: bool = False
+    read: Callable[[Row], Question]  # makes a question of a row
+    generates: bool = False  # whether an answer is generated, and compared with several right ones
 
 
 # ---- Prompts ----
@@ -144,16 +133,11 @@ class Encoder:
     """Makes tokens of questions.
 
     What is too long loses tokens on the left, but not the first ones, which every row has.
-
-    Args:
-        tokenizer: of the model.
-        max_length: the most tokens of a row.
-        first: the ids that every row begins with.
     """
 
-    tokenizer: Any
-    max_length: int
-    first: tuple[int, ...] = ()
+    tokenizer: Any  # of the model
+    max_length: int  # the most tokens of a row
+    first: tuple[int, ...] = ()  # the ids that every row begins with
 
     def __post_init__(self) -> None:
         """Refuses rows that could hold no answer."""
@@ -218,17 +202,12 @@ def left_padded(
 
 @dataclass(frozen=True)
 class Collator:
-    """Puts examples into one batch, padded on the left: all answers end behind the last column.
+    """Puts examples into one batch, padded on the left: all answers end behind the last column."""
 
-    Args:
-        pad: the id of the padding.
-        multiple: what the number of columns T is a multiple of.
-        answers: what the number of columns K is a multiple of. Only examples of the same shape
-            share a physical batch. So where answers differ in length, a coarse grid saves passes.
-    """
-
-    pad: int
-    multiple: int = 8
+    pad: int  # the id of the padding
+    multiple: int = 8  # what the number of columns T is a multiple of
+    # what the number of columns K is a multiple of. Only examples of the same shape share a
+    # physical batch. So where answers differ in length, a coarse grid saves passes.
     answers: int = 1
 
     def __call__(self, examples: Sequence[Example]) -> dict[str, Tensor]:

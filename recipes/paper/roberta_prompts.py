@@ -42,35 +42,21 @@ def as_question(first: str, second: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: where its data are, and what is made of them; a row of ``roberta_tasks.yaml``.
+    """A task: where its data are, and what is made of them; a row of ``roberta_tasks.yaml``."""
 
-    Args:
-        path: of the data set at the Hub.
-        texts: the columns of its texts.
-        names: of the labels, by their number at the Hub; used where the data do not tell.
-        words: label name -> the word for it; the order of the labels here.
-        template: pieces of the prompt.
-        write: texts -> how they stand in the prompt.
-        max_length: the most tokens of a prompt.
-        name: of its configuration at the Hub.
-        label: the column of its label.
-        first_length: the most tokens of its first text.
-        test: the split that stands for the test split.
-        revision: of the data set at the Hub.
-    """
-
-    path: str
-    texts: Sequence[str]
+    path: str  # of the data set at the Hub
+    texts: Sequence[str]  # the columns of its texts
+    # of the labels, by their number at the Hub; used where the data do not tell
     names: Sequence[str]
-    words: Mapping[str, str]
-    template: Sequence[str]
-    write: Callable[..., tuple[str, ...]]
-    max_length: int
-    name: str | None = None
-    label: str = "label"
-    first_length: int | None = None
-    test: str = "validation"
-    revision: str | None = None
+    words: Mapping[str, str]  # label name -> the word for it; the order of the labels here
+    template: Sequence[str]  # pieces of the prompt
+    write: Callable[..., tuple[str, ...]]  # texts -> how they stand in the prompt
+    max_length: int  # the most tokens of a prompt
+    name: str | None = None  # of its configuration at the Hub
+    label: str = "label"  # the column of its label
+    first_length: int | None = None  # the most tokens of its first text
+    test: str = "validation"  # the split that stands for the test split
+    revision: str | None = None  # of the data set at the Hub
 
     def lengths(self, max_length: int | None) -> tuple[int, int | None]:
         """Returns the most tokens of a prompt and of its first text.

@@ -26,19 +26,12 @@ MEASURED, ESTIMATED = "measured ", ", estimated as "
 
 @dataclass(frozen=True)
 class Cost:
-    """The hours of a row of a sweep.
+    """The hours of a row of a sweep."""
 
-    Args:
-        sweep: the file of the sweep.
-        row: its name there.
-        hours: of each run.
-        source: of the throughput.
-    """
-
-    sweep: str
-    row: str
-    hours: tuple[float, ...]
-    source: str
+    sweep: str  # the file of the sweep
+    row: str  # its name there
+    hours: tuple[float, ...]  # of each run
+    source: str  # of the throughput
 
 
 _preset = cache(preset_for)

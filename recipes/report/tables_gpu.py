@@ -32,14 +32,10 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a GPU, and what was simulated.
+    """What was measured on a GPU, and what was simulated."""
 
-    Args:
-        rows: those of ``gpu_report``.
-        curves: peaks in bytes, by model, method and batch size (``recipes.paper.memory_curves``).
-    """
-
-    rows: Sequence[Mapping[str, Any]] = ()
+    rows: Sequence[Mapping[str, Any]] = ()  # those of ``gpu_report``
+    # peaks in bytes, by model, method and batch size (``recipes.paper.memory_curves``)
     curves: Mapping[str, Mapping[str, Mapping[str, int]]] = field(default_factory=dict)
 
     def row(self, model: Spec, title: str, batch_size: int | None = None) -> Mapping[str, Any]:
