@@ -2,15 +2,10 @@
 
     python -m recipes.attacks.membership --dataset_path sst2
 
-Expected on SST-2, on one CPU core in three minutes: the AUC of LiRA is 0.69 for models trained
-without privacy, 0.59 for DP-GRAPE at epsilon 8, which is as accurate, and 0.54 at epsilon 2. The
-folder contains ``train.jsonl``, with one object per line that has a ``label`` and a ``sentence`` or
-``text``. Without ``--dataset_path``, sentences are made up. The recipe writes ``membership.json``,
-``.md`` and ``.png``.
-
-Several models are trained in each way. Each model is trained on a random half of a pool of texts:
-each text is included with probability 1/2, independently for each model. Each model is attacked in
-turn, with the others as shadow models:
+The folder contains ``train.jsonl``, with one object per line that has a ``label`` and a
+``sentence`` or ``text``. Without ``--dataset_path``, sentences are made up. Several models are
+trained in each way, each on a random half of a pool of texts. Each is attacked in turn, with the
+others as shadow models:
 
 * loss threshold (Yeom et al. 2018): a text with a smaller loss is more likely a member;
 * LiRA, offline (Carlini et al. 2022): the confidence of the model is compared with the confidences

@@ -4,24 +4,12 @@
         --model_name_or_path facebook/opt-1.3b --seed 0 --scored_splits test --save_model \\
         --output_dir runs/opt
 
-runs one cell of the paper's Tables tab:opt-classification-results and tab:opt-generation-results
-with the settings of the authors' code. There DP-GRAPE at epsilon 6 reaches 77.2 % F1 on SQuAD with
-OPT-1.3B, 82.0 % with 2.7B, 79.5 % with 6.7B. Their hardware is an H100 of 80 GB: 0.4, 0.8 and 1.8
-hours for 2,000 steps, without the scores. Their seeds are 0, 29 and 83: ``--seed`` draws the
-examples. ``--zero_shot --method adam`` scores the model as it is. A search of settings gives
-``--scored_splits dev``, and never looks at ``test``.
+runs one cell of the paper's Tables tab:opt-classification-results and tab:opt-generation-results.
+The seed draws the examples. A search of settings gives ``--scored_splits dev``, and never looks at
+``test``. The questions that are scored count as public: no epsilon covers them.
 
 The authors' code shuffles and cuts batches, and clips each option of a question separately. Here
 batches are Poisson draws, and all options are clipped as one gradient.
-
-``--save_model`` leaves a model that ``AutoModelForCausalLM.from_pretrained`` loads. Model and data
-may lie in folders. With a small model and few steps, a CPU is enough:
-
-    accelerate launch -m recipes.paper.opt --config ours --task SST2 --method dp_grape \\
-        --target_epsilon 6 --model_name_or_path folder/of/model --dataset_path folder/of/data \\
-        --max_steps 20 --num_dev 100 --num_eval 100 --use_cpu
-
-The questions that are scored count as public: no epsilon covers them.
 
 Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """

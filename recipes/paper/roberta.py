@@ -3,27 +3,13 @@
     accelerate launch -m recipes.paper.roberta --task SST-2 --method dp_grape --target_epsilon 6 \\
         --seed 42 --save_model --output_dir runs/roberta
 
-runs one cell of the paper's table of few-shot results (tab:roberta-fewshot-results) with the
-settings of the authors' code, on the tasks SST-2, SST-5, SNLI, MNLI, RTE and TREC, with the seeds
-13, 21 and 42: the seed draws the examples as well. There DP-GRAPE reaches 93.3 % on SST-2 at
-epsilon 6, and 92.6 % at epsilon 2. ``--config paper`` has what the paper prints, ``--config ours``
-what we recommend; ``--zero_shot --method adam`` scores the model as it is. Their hardware is an
-H100, 76 examples a second, hence a quarter of an hour for 1,000 steps (the paper's table says 0.6
-hours).
+runs one cell of the paper's table of few-shot results (tab:roberta-fewshot-results). The seed draws
+the examples as well. ``--zero_shot --method adam`` scores the model as it is. The dev split, the
+next k examples of each class, is for choosing settings; it and the test split count as public.
 
 ``--save_model`` leaves a model that ``AutoModelForMaskedLM.from_pretrained`` loads. It classifies a
 text by the logits of the label words at the mask of the prompt. With ``--head classification``,
 ``AutoModelForSequenceClassification`` loads it.
-
-With a small sentence encoder and short texts a CPU will do, at five minutes of one core for 200
-steps of 22 million parameters. All-MiniLM-L6-v2 had 75 % test accuracy (seed 13):
-
-    python -m recipes.paper.roberta --config recipes/studies/configs/roberta_small.yaml \\
-        --task SST-2 --method dp_grape --target_epsilon 6 --seed 13 --output_dir runs/roberta
-
-Data come from the Hub, or from ``--dataset_path``, a folder with the Hub's columns (see
-``recipes.paper.data``). The dev split, the next k examples of each class, is for choosing settings;
-it and the test split count as public.
 """
 
 from __future__ import annotations

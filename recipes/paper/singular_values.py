@@ -7,11 +7,8 @@
 
 reproduce the numbers of the two halves of the paper's Figure fig:vit-svals: at the first step, the
 largest 64 singular values of the gradient of each projected layer, averaged over layers, for
-several bounds C and noise multipliers sigma, and without either. Noise fills the spectrum, which is
-why a random projection loses no more than one computed by a singular value decomposition. The paper
-names neither its grids nor OPT's batch: the defaults, and 500, are what its authors' code has for
-OPT-1.3B. Hardware: any; with ViT-Base, 0.15 GB for each image of a physical batch, and of any model
-its weights once more for each bound.
+several bounds C and noise multipliers sigma, and without either. The paper names neither its grids
+nor OPT's batch: the defaults, and 500, are what its authors' code has for OPT-1.3B.
 
 It writes functions of the training data without noise among them: for data that may be seen.
 """

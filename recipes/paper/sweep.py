@@ -8,7 +8,6 @@ The file says what is run:
     arguments: {config: ours, model_name_or_path: ./roberta-large}    # of every run
     tasks:                                                            # and what each has besides
       SST-2: {dataset_path: data/sst2}
-      RTE: {}
       Reviews: {task: SST-2, dataset_path: data/reviews}              # which is made like SST-2
     search: {epsilon: 6, seed: 100, arguments: {k: 256}}              # arguments may be left out
     final: {epsilons: [2, 6], seeds: [13, 21, 42]}
@@ -16,22 +15,16 @@ The file says what is run:
       DP-GRAPE:
         arguments: {method: dp_grape}
         grid: {learning_rate: [1.0e-4, 5.0e-4], max_grad_norm: [0.5, 1]}
-      AdamW:
-        arguments: {method: adam}
-        grid: {learning_rate: [1.0e-5, 5.0e-5]}
         search: {max_steps: 100}                                      # of this row's search only
-        tasks: {RTE: {weight_decay: 0.1}}                             # of this row on that task
+        tasks: {Reviews: {weight_decay: 0.1}}                         # of this row on that task
 
-How the grid is searched, ``recipes.common.sweep`` says. Runs of the search score the dev split
-only, and all others the test split only. The search is not covered by any epsilon: every result
-says how many runs it cost, those of a grid that was changed since included.
+How the grid is searched, ``recipes.common.sweep`` says. The search is not covered by any epsilon:
+every result says how many runs it cost, those of a grid that was changed since included.
 
-Each run is a process with a folder of its own, which holds its command, its log and, when it has
-ended, its result: a JSON file with scores, settings, privacy, versions, commit and device. The
+Each run is a process with a folder of its own, which holds its command, its log and its result. The
 result is also a line of ``runs.jsonl``. A run that has a line is not run again; one that fails is
 named at the end, and tried again the next time. A result whose preset was changed since stops the
-sweep, before anything is mixed. ``sweep.json`` and ``sweep.md`` have the means and standard errors
-of what is there, and the scores of the search.
+sweep, before anything is mixed.
 """
 
 from __future__ import annotations

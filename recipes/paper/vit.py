@@ -2,21 +2,9 @@
 
     accelerate launch -m recipes.paper.vit --task CIFAR-10 --method dp_grape --target_epsilon 8 \\
         --save_model --output_dir runs/vit
-    accelerate launch -m recipes.paper.vit --task CIFAR-100-fine-tune --method dp_adam \\
-        --target_epsilon 2 --output_dir runs/vit
 
-run ViT-Base with the settings of the authors' code: from scratch for 60 epochs, and from a
-checkpoint of ImageNet for 20. At epsilon 8 the paper's DP-GRAPE reaches 80.9 % on MNIST, 49.2 % on
-CIFAR-10 and 19.0 % on CIFAR-100 from scratch (Table tab:vit-full-results), and 98.2 % and 88.1 %
-from a checkpoint (tab:vit-full-results-finetuning). Their hardware is an H100: 3.1 hours for 60
-epochs of CIFAR-10. A small model learns on a CPU core, in three and a half minutes, to 82 % on
-Fashion-MNIST:
-
-    accelerate launch -m recipes.paper.vit --config recipes/studies/configs/vit_small.yaml \\
-        --task FASHION-MNIST --method dp_grape --target_epsilon 8 --output_dir runs/vit --use_cpu
-
-``--save_model`` leaves a model that ``AutoModelForImageClassification.from_pretrained`` loads, with
-the image processor.
+runs ViT-Base from scratch for 60 epochs, and ``--task CIFAR-10-fine-tune`` from a checkpoint of
+ImageNet for 20 (Tables tab:vit-full-results and tab:vit-full-results-finetuning).
 
 The paper reports the best test accuracy during training. Here the last weights count, and a
 ``curve`` beside them shows what choosing on test data would have given. ``--held_out`` trains on

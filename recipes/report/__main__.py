@@ -16,12 +16,15 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from recipes.attacks import membership
 from recipes.benchmark import kernels, memory, timing
+from recipes.common.markdown import table
 from recipes.common.runs import read_lines
 from recipes.common.sweep import RUNS, Sweep
 from recipes.digits import compare
@@ -55,6 +58,20 @@ def _of(pattern: str, render: Callable[[Any], str]) -> Callable[[Path], str]:
     return rendered
 
 
+def _quoted(spec: Mapping[str, Any], root: Path) -> str:
+    """Return a table of ``quoted.yaml``."""
+
+    def cell(of: Any) -> str:
+        if isinstance(of, str):
+            return of
+        found = _read(root / "recipes" / of["of"])
+        for key in of["at"].split(" > "):
+            found = found[int(key)] if isinstance(found, list) else found[key]
+        return of.get("as", "{:.1f}%").format(found * of.get("times", 1))
+
+    return table(spec["head"], (map(cell, cells) for cells in spec["rows"]))
+
+
 @cache
 def _summary(folder: Path) -> dict[str, Any]:
     return Sweep(_read(folder / "sweep.json")["config"], folder).summary()
@@ -86,6 +103,7 @@ PLANNED = (
 )
 """The sweeps whose hours are told, in the order of their worth."""
 SWEEPS = tuple(sorted(path.parent.name for path in (ROOT / STUDIES).glob("*/sweep.json")))
+QUOTED = yaml.safe_load(Path(__file__).with_name("quoted.yaml").read_text(encoding="utf-8"))
 DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
 ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
@@ -146,6 +164,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     ),
     "stand-ins": lambda root: state.of_stand_ins(lambda name: _summary(root / STUDIES / name)),
     "options": lambda _: front_page.options(),
+    **{name: partial(_quoted, spec) for name, spec in QUOTED.items()},
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / STUDIES / name))
         for name in SWEEPS
