@@ -35,13 +35,7 @@ MODELS: Mapping[str, tuple[Setting, bool]] = {
 
 
 def count(model: Setting, autocast: bool, method: str) -> int:
-    """Return the kernels of a step.
-
-    Args:
-        model: the model and its batch.
-        autocast: whether its forward pass runs under autocast to bfloat16.
-        method: ``adamw`` or a method of the package.
-    """
+    """Return the kernels of a step by AdamW or a method, under autocast if asked for."""
     setting = memory.Setting(
         method=method,
         batch_size=model.batch_size,

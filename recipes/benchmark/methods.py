@@ -148,16 +148,10 @@ def train(
     batches: int,
     **options: Any,
 ) -> None:
-    """Train on random examples that a loader draws, with several physical batches in a step.
+    """Train on random examples that a loader draws, in steps of so many physical batches.
 
-    Args:
-        model: on its device.
-        setting: its B is the number of examples in a step; of a private step, on average.
-        folder: for what a run writes.
-        between: called before the first step and after each.
-        steps: how many.
-        batches: physical batches that B examples make.
-        options: arguments of the Trainer; with ``method``, of the private one.
+    ``between`` is called before the first step and after each. The options are arguments of the
+    Trainer; with ``method``, of the private one.
     """
     inputs = setting.inputs(DATASET_SIZE)
     examples = [{name: x[i] for name, x in inputs.items()} for i in range(DATASET_SIZE)]
@@ -175,14 +169,7 @@ def train(
 
 
 class OpacusTraining:
-    """Steps of Opacus' DP-Adam.
-
-    Args:
-        mode: ``hooks`` computes the gradient of every weight for every sample; ``ghost`` clips by
-            two backward passes.
-        noise_multiplier: sigma.
-        max_grad_norm: C.
-    """
+    """Steps of Opacus' DP-Adam: by ``hooks`` for every sample's gradient, or ``ghost`` clipping."""
 
     def __init__(
         self,

@@ -100,12 +100,7 @@ class Setting:
         return model
 
     def inputs(self, batch_size: int | None = None, padded: bool = False) -> Batch:
-        """Return a random batch with labels on the default device.
-
-        Args:
-            batch_size: B; None for the setting's batch size.
-            padded: whether the last position of each text is padding.
-        """
+        """Return a random batch with labels on the default device; if ``padded``, texts end so."""
         size = self.batch_size if batch_size is None else batch_size
         labels = torch.randint(0, 2, (size,))
         if self.model == VIT:

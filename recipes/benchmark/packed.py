@@ -25,12 +25,7 @@ _BLOCK = 64  # elements that share a float32 scale, as in bitsandbytes
 
 
 class PackedLinear(nn.Linear):
-    """A frozen linear layer whose weight is unpacked for each product, forward and backward.
-
-    Args:
-        layer: the layer to replace.
-        bits: bits of an element; a divisor of 8.
-    """
+    """A frozen linear layer of few bits, whose weight is unpacked for each product."""
 
     def __init__(self, layer: nn.Linear, bits: int) -> None:
         nn.Module.__init__(self)
@@ -67,14 +62,7 @@ class _Product(torch.autograd.Function):
 
 
 class PackedModel(ModelOfConfig):
-    """A model whose linear layers, except the output layer, are packed and have an adapter.
-
-    Args:
-        config: the config of the model.
-        seq_len: T.
-        bits: bits of a weight's elements.
-        rank: rank of the adapter.
-    """
+    """A model whose linear layers, except the output layer, are packed and have an adapter."""
 
     def __init__(self, config: Any, seq_len: int, bits: int, rank: int) -> None:
         self._bits: int | None = None  # while the parameters of the model are counted

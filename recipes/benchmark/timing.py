@@ -101,11 +101,7 @@ def ratio(a: dict[str, Any], b: dict[str, Any], of: str = "seconds") -> float | 
 
 
 def as_markdown(records: Sequence[dict[str, Any]]) -> str:
-    """Return a table of methods, times and ratios of processor time in brackets.
-
-    Args:
-        records: what ``python -m recipes.benchmark --json`` writes, one for each model.
-    """
+    """Return a table of the records of models: times, and ratios of processor time in brackets."""
     rows = []
     for record in records:
         results: Results = record["results"]

@@ -253,13 +253,10 @@ def missing(
     of: Callable[[Row], Sequence[Mapping[str, Any]]],
     where: Mapping[str, Any],
 ) -> list[Row]:
-    """Return the rows that are to be measured, in the order of the plan.
+    """Return the rows of a plan that are to be measured, in its order.
 
-    Args:
-        plan: all rows.
-        only: a regular expression for names. AdamW next to such a row is measured whatever it says.
-        of: returns the results of a row.
-        where: the code and the machine that a result must be of.
+    A result counts if it is of the same code and machine (``where``). Next to a row that is asked
+    for by ``only``, AdamW is measured whatever that says.
     """
     same = {name: where[name] for name in ("device", "host", "versions", "code")}.items()
 

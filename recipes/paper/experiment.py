@@ -269,12 +269,9 @@ def freeze(model: nn.Module, pattern: str | None) -> None:
 
 
 class Curve(TrainerCallback):
-    """Scores the dev split while training goes on; nothing is decided by it.
+    """Score the dev split while training goes on, every so many steps; nothing is decided by it.
 
-    Args:
-        experiment: what is scored.
-        every: how many steps lie between two scores; 0 for none.
-        path: a file for the scores, which a run that goes on reads.
+    A run that goes on reads the file of the scores.
     """
 
     def __init__(self, experiment: Experiment, every: int, path: Path) -> None:

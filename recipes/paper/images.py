@@ -49,12 +49,9 @@ class Source:
 
 
 class Images(Dataset[dict[str, Tensor]]):
-    """Images and labels in memory; an example has the names that a model calls them.
+    """Images (N, C, H, W), uint8, and labels (N,) in memory; an example has a model's names.
 
-    Args:
-        pixels: (N, C, H, W), uint8, with one or three channels.
-        labels: (N,), int64.
-        lossy: whether they were stored in a form that changed them.
+    ``lossy`` says that they were stored in a form that changed them.
     """
 
     def __init__(self, pixels: Tensor, labels: Tensor, lossy: bool = False) -> None:
@@ -80,12 +77,7 @@ class Images(Dataset[dict[str, Tensor]]):
 
 
 def load_images(source: Source, path: str | None = None) -> dict[str, Images]:
-    """Returns the training and the test split.
-
-    Args:
-        source: the data set.
-        path: where it is instead of the Hub, or the name of another data set of the Hub.
-    """
+    """Return the training and the test split; the path is as in ``recipes.paper.data``."""
     splits = _load(source, path)
     for split, images in splits.items():
         found = int(images.labels.min()), int(images.labels.max())

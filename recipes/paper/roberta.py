@@ -205,12 +205,7 @@ def public_examples(tokenizer: Any, longest: int, script: RobertaArguments) -> l
 
 
 class Collator:
-    """Pads a batch to its longest example.
-
-    Args:
-        tokenizer: of the model.
-        finds_mask: whether to say where the first mask of each prompt is.
-    """
+    """Pads a batch to its longest example, and says where the mask of each prompt is."""
 
     def __init__(self, tokenizer: Any, finds_mask: bool) -> None:
         self._pad = DataCollatorWithPadding(tokenizer)

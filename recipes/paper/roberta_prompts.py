@@ -25,21 +25,6 @@ FIRST, SECOND, MASK = "<first>", "<second>", "<mask>"
 ROOM = 18  # positions that a shortened prompt keeps for all but the first text: 128 - 110 of TREC
 
 
-def as_it_is(first: str) -> tuple[str, ...]:
-    """Returns a sentence as it is."""
-    return (first,)
-
-
-def as_answer(first: str) -> tuple[str, ...]:
-    """Returns a question that follows other words."""
-    return (f" {first}",)
-
-
-def as_question(first: str, second: str) -> tuple[str, ...]:
-    """Returns a premise without its last character, which is a full stop, and a hypothesis."""
-    return first[:-1], f" {second[:1].lower()}{second[1:]}"
-
-
 @dataclass(frozen=True)
 class Task:
     """A task: where its data are, and what is made of them; a row of ``roberta_tasks.yaml``."""
@@ -72,7 +57,12 @@ class Task:
         return max_length, max_length - ROOM
 
 
-_WRITE = {f.__name__: f for f in (as_it_is, as_answer, as_question)}
+_WRITE: Mapping[str, Callable[..., tuple[str, ...]]] = {
+    "as_it_is": lambda first: (first,),
+    "as_answer": lambda first: (f" {first}",),  # to other words
+    # A premise without its last character, which is a full stop, and a hypothesis
+    "as_question": lambda one, two: (one[:-1], f" {two[:1].lower()}{two[1:]}"),
+}
 _ROWS = yaml.safe_load(Path(__file__).with_name("roberta_tasks.yaml").read_text(encoding="utf-8"))
 TASKS: Mapping[str, Task] = {
     name: Task(**row | {"write": _WRITE[row["write"]]}) for name, row in _ROWS.items()
@@ -97,7 +87,10 @@ def prompt(
         elif piece == SECOND:
             tokens += tokenizer.encode(written[1], add_special_tokens=False)
         elif len(piece) == 1:  # as a token of its own, whatever it follows
-            tokens.append(_sign(tokenizer, piece))
+            sign = tokenizer.convert_tokens_to_ids(piece)
+            if sign in (None, tokenizer.unk_token_id):
+                raise ValueError(f"The tokenizer has no token {piece!r}, which the template needs.")
+            tokens.append(sign)
         else:
             tokens += tokenizer.encode(piece, add_special_tokens=False)
     tokens = [*tokens, tokenizer.sep_token_id][:most]
@@ -107,13 +100,6 @@ def prompt(
             f"Give --max_length: the first text is then cut to {ROOM} tokens less."
         )
     return tokens
-
-
-def _sign(tokenizer: Any, sign: str) -> int:
-    token = tokenizer.convert_tokens_to_ids(sign)
-    if token is None or token == tokenizer.unk_token_id:
-        raise ValueError(f"The tokenizer has no token {sign!r}, which the template needs.")
-    return token
 
 
 def label_words(task: Task, tokenizer: Any) -> list[int]:

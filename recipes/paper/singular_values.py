@@ -88,14 +88,7 @@ def clipped_sums(
     bounds: Sequence[float],
     loss: LossFunction | None = None,
 ) -> dict[float, Sums]:
-    """Returns the sum of clipped per-sample gradients of the projected weights, for each bound.
-
-    Args:
-        model: with the trainable parameters that norms are taken over.
-        batches: inputs with labels.
-        bounds: the values of C; ``inf`` for no clipping.
-        loss: ``(outputs, labels) -> (B,)``, if not the model's own head.
-    """
+    """Return the sum of clipped per-sample gradients of the projected weights, for each bound C."""
     targets = projection_targets(model, {n: p for n, p in model.named_parameters()})
     sums: dict[float, Sums] = {bound: {} for bound in bounds}
     for inputs in batches:

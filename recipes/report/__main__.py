@@ -24,9 +24,9 @@ import yaml
 
 from recipes.attacks import membership
 from recipes.benchmark import kernels, memory, timing
-from recipes.common.markdown import table
+from recipes.common.markdown import score_text, table
 from recipes.common.runs import read_lines
-from recipes.common.sweep import RUNS, Sweep
+from recipes.common.sweep import Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
@@ -63,10 +63,17 @@ def _quoted(spec: Mapping[str, Any], root: Path) -> str:
 
     def cell(of: Any) -> str:
         if isinstance(of, str):
-            return of
+            if not of.startswith("= "):
+                return of
+            name, task, row, budget = of.removeprefix("= ").split(" > ")
+            rows = _summary(root / STUDIES / name)["tasks"].get(task, {})
+            score = rows.get(row, {}).get("scores", {}).get(budget)
+            return spec["scores"].format(score[0]) if "scores" in spec else score_text(score)
         found = _read(root / "recipes" / of["of"])
         for key in of["at"].split(" > "):
             found = found[int(key)] if isinstance(found, list) else found[key]
+        if "runs" in of:
+            return score_text([*(of["times"] * value for value in found), of["runs"]])
         return of.get("as", "{:.1f}%").format(found * of.get("times", 1))
 
     return table(spec["head"], (map(cell, cells) for cells in spec["rows"]))
@@ -124,13 +131,6 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "benchmark-launches": _of("benchmark/results/launches_*.json", timing.as_markdown),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.as_markdown),
     "gpu": _of(GPU, gpu.as_markdown),
-    "privacy-costs": lambda root: front_page.privacy_costs(
-        [
-            (_summary(root / STUDIES / name), _read(root / STUDIES / name / RUNS))
-            for name in ("text_chosen", "text_epsilons")
-        ],
-        *(_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "compare")),
-    ),
     "time-and-memory": lambda root: front_page.time_and_memory(
         *(
             _read(root / "recipes" / name)
@@ -158,17 +158,12 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
         tables.our_cells(root / PAPER), _measured(root), read_paper()
     ),
     "paper-figures": figures.as_markdown,
-    "nothing-set": lambda root: state.of_nothing_set(
-        lambda name: _summary(root / STUDIES / name),
-        [_read(root / f"recipes/digits/results/{name}.json") for name in ("chosen", "nothing_set")],
-    ),
-    "stand-ins": lambda root: state.of_stand_ins(lambda name: _summary(root / STUDIES / name)),
     "options": lambda _: front_page.options(),
     **{name: partial(_quoted, spec) for name, spec in QUOTED.items()},
     **{
         name: lambda root, name=name: sweep.wide_table(_summary(root / STUDIES / name))
         for name in SWEEPS
-        if name not in state.TODAY  # "nothing-set" shows them
+        if not name.startswith("nothing_set")  # which a table of its own shows
     },
 }
 """What a page may have between markers, by name: each from the root of the repository."""

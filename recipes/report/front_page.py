@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dp_grape_hf.options import OPTIONS
 from recipes.benchmark import timing
 from recipes.benchmark.methods import ADAMW, ADAMW_LORA, DP_ADAM, DP_GRAPE, DP_LORA, METHODS
 from recipes.common.markdown import NOT_RUN, table
-from recipes.digits.train import DigitsArguments, load_data
 from recipes.gpu_report.table import (
     ADAMW as GPU_ADAMW,
     DP_ADAM as GPU_DP_ADAM,
@@ -18,15 +17,6 @@ from recipes.gpu_report.table import (
     beside,
 )
 
-BUDGETS = (None, 8.0, 2.0, 1.0)
-"""Columns; None is training without privacy."""
-
-_TEXT = "all-MiniLM-L6-v2 (22 million parameters)"
-_TASKS = {
-    "TREC": ("TREC, questions of six classes", _TEXT),
-    "SST-2": ("SST-2, sentiment of sentences", _TEXT),
-}
-_ROWS = ("DP-GRAPE", "AdamW")
 _ON_GPU = {
     "RoBERTa-large, T=128": "RoBERTa-large, 128 tokens",
     "ViT-Base, 224 pixels": "ViT-Base, 224 pixels",
@@ -42,54 +32,6 @@ def options() -> str:
         default = "-" if option.default is None else f"`{option.default}`"
         rows.append([names, option.otherwise or default, option.meaning])
     return table(["Argument", "Default", "Meaning"], rows)
-
-
-def privacy_costs(
-    sweeps: Iterable[tuple[Mapping[str, Any], Iterable[Mapping[str, Any]]]],
-    digits: Mapping[str, Any],
-    compared: Mapping[str, Any],
-) -> str:
-    """Returns what privacy costs: test accuracy without it and at some budgets.
-
-    Args:
-        sweeps: on texts; the summary and the runs of each.
-        digits: results with nothing searched.
-        compared: results of all methods on the same digits.
-    """
-    sweeps = list(sweeps)
-    summaries = [summary["tasks"] for summary, _ in sweeps]
-    lines = [line for _, runs in sweeps for line in runs]
-    rows = []
-    for task, (title, model) in _TASKS.items():
-        own = [line["result"] for line in lines if line["task"] == task and line["row"] in _ROWS]
-        scores: dict[str, Any] = {}
-        for summary in summaries:
-            for row in _ROWS:
-                scores |= summary[task].get(row, {}).get("scores", {})
-        rows.append(
-            [
-                title,
-                model,
-                _only({result["splits"]["train"] for result in own}),
-                _only({float(result["settings"]["num_train_epochs"]) for result in own}),
-                *(f"{scores[b][0]:.1f}" if b in scores else NOT_RUN for b in map(_name, BUDGETS)),
-            ]
-        )
-    found = {
-        **digits["rows"]["DP-GRAPE, nothing searched"]["accuracy"],
-        "inf": compared["rows"]["Adam (not private)"]["accuracy"]["inf"],
-    }
-    rows.append(
-        [
-            "digits, images of 8 x 8 pixels",
-            "a small ViT, from random weights",
-            f"{len(load_data(DigitsArguments.split_seed)[0]):,}",
-            f"{digits['config']['shared']['num_train_epochs']}",
-            *(f"{100 * found[_name(e)][0]:.1f}" for e in BUDGETS),
-        ]
-    )
-    head = ["Task", "Model", "N", "Epochs", "Without privacy", *(f"ε = {e:g}" for e in BUDGETS[1:])]
-    return table(head, rows)
 
 
 def time_and_memory(
@@ -135,12 +77,3 @@ def _costs(row: Mapping[str, Any] | None, plain: Mapping[str, Any]) -> str:
 def _speed(results: Mapping[str, Any], name: str, plain: str = ADAMW) -> str:
     steps = (results[METHODS[of].title] for of in (plain, name))
     return f"{timing.ratio(*steps, 'cpu_seconds'):.2f}x"
-
-
-def _only(values: Iterable[float]) -> str:
-    (value,) = values
-    return f"{value:,.0f}"
-
-
-def _name(epsilon: float | None) -> str:
-    return "inf" if epsilon is None else f"{epsilon:g}"

@@ -43,12 +43,7 @@ def with_links(text: str, link: Callable[[str], str]) -> str:
 
 
 def in_repository(target: str, page: str) -> str:
-    """Return the address in the repository of the target of a link.
-
-    Args:
-        target: a link relative to the page, which may end with an anchor.
-        page: path of the page from the root.
-    """
+    """Return the address in the repository of a link of a page, which may end with an anchor."""
     path, _, anchor = target.partition("#")
     linked = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
     if not (ROOT / linked).exists():

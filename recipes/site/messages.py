@@ -25,12 +25,7 @@ LEAST_WORDS = 4  # of a message; shorter texts are parts of messages
 
 
 def text_of(node: ast.expr, constants: Mapping[str, str]) -> str:
-    """Return the text of an expression, with ``VALUE`` for each part that is not a literal.
-
-    Args:
-        node: the expression.
-        constants: name -> text of constants that messages share.
-    """
+    """Return the text of an expression, with ``VALUE`` for each part that is not a literal."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return re.sub(r"%[.\d]*[sdgir]", VALUE, node.value)
     if isinstance(node, ast.Name):

@@ -180,11 +180,7 @@ def measure(
 
 
 def summary(layers: Iterable[tuple[float, float]]) -> dict[str, float]:
-    """Return the share of all layers together, and the median, minimum and maximum over layers.
-
-    Args:
-        layers: for each layer, the energy that is kept and the total energy.
-    """
+    """Return the share of all layers together, and the median, minimum and maximum over layers."""
     kept, whole = zip(*layers, strict=True)
     values = [one / other for one, other in zip(kept, whole, strict=True)]
     found = {"median": statistics.median(values), "min": min(values), "max": max(values)}

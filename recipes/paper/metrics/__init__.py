@@ -12,11 +12,7 @@ import evaluate
 
 
 def metric(name: str) -> evaluate.EvaluationModule:
-    """Return a metric of evaluate, which keeps nothing on disk.
-
-    Args:
-        name: ``accuracy`` or ``squad``.
-    """
+    """Return a metric of evaluate, ``accuracy`` or ``squad``, which keeps nothing on disk."""
     try:
         return evaluate.load(name, module_type="metric", keep_in_memory=True)
     except (ConnectionError, FileNotFoundError):  # neither the Hub nor its cache
