@@ -14,13 +14,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from transformers import (
-    LlamaConfig,
+    AutoConfig,
     LlamaForCausalLM,
-    OPTConfig,
     OPTForCausalLM,
-    RobertaConfig,
     RobertaForSequenceClassification,
-    ViTConfig,
     ViTForImageClassification,
 )
 
@@ -68,10 +65,6 @@ class Setting:
     }
 
     def __post_init__(self) -> None:
-        if self.model not in TITLES:
-            raise ValueError(f"model={self.model!r} is not known; choose: {', '.join(TITLES)}.")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"dtype={self.dtype!r} must be float32 or bfloat16.")
         if self.model == VIT and math.isqrt(self.length) ** 2 != self.length:
             raise ValueError(
                 f"length={self.length} is the number of patches of a square image. Pass a square "
@@ -126,27 +119,25 @@ class Setting:
 
     def config(self) -> Any:
         """Return the configuration of the model."""
-        wide = 4 * self.hidden_size
-        common: dict[str, Any] = {
-            "hidden_size": self.hidden_size,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads or max(1, self.hidden_size // 64),
+        wide, heads = 4 * self.hidden_size, self.heads or max(1, self.hidden_size // 64)
+        text = {
+            "vocab_size": self.vocab_size,
+            "max_position_embeddings": self.max_length or self.length + 8,
         }
-        dropout = {
-            "hidden_dropout_prob": self.dropout,
-            "attention_probs_dropout_prob": self.dropout,
-        }
-        if self.model == VIT:
-            size = PATCH * math.isqrt(self.length)
-            common |= {"image_size": size, "patch_size": PATCH, "intermediate_size": wide}
-            return ViTConfig(**common, **dropout)
-        common["vocab_size"] = self.vocab_size
-        common["max_position_embeddings"] = self.max_length or self.length + 8
-        if self.model == ROBERTA:
-            return RobertaConfig(**common, **dropout, intermediate_size=wide, type_vocab_size=1)
-        if self.model == OPT:
-            width = {"word_embed_proj_dim": self.hidden_size, "ffn_dim": wide}
-            return OPTConfig(**common, **width, dropout=self.dropout)
-        width = {"intermediate_size": 11 * self.hidden_size // 4}
-        width["num_key_value_heads"] = common["num_attention_heads"]
-        return LlamaConfig(**common, **width, use_cache=False)
+        own: dict[str, Any] = {
+            VIT: {"image_size": PATCH * math.isqrt(self.length), "patch_size": PATCH},
+            ROBERTA: text | {"type_vocab_size": 1},
+            OPT: text | {"word_embed_proj_dim": self.hidden_size, "ffn_dim": wide},
+            LLAMA: text | {"num_key_value_heads": heads, "use_cache": False},
+        }[self.model]
+        dropout = ("hidden_dropout_prob", "attention_probs_dropout_prob")
+        common = dict.fromkeys(["dropout"] if self.model == OPT else dropout, self.dropout)
+        return AutoConfig.for_model(
+            self.model,
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            intermediate_size=wide if self.model != LLAMA else 11 * self.hidden_size // 4,
+            **own,
+            **common,
+        )

@@ -89,8 +89,6 @@ def shown(value: Any, missing: str = "n/a") -> str:
     """Return a value as a cell: None, a number, a text, a pair of mean and error, or a score."""
     if value is None:
         return missing
-    if isinstance(value, bool):
-        return "yes" if value else "no"
     if isinstance(value, list):
         return f"{value[0]} ± {value[1]}"
     if isinstance(value, tuple):

@@ -107,7 +107,8 @@ class Sweep:
                 continue
             budgets = where["epsilons"] if has_budget(self.config["rows"][name]) else (None,)
             for epsilon, seed in product(budgets, where["seeds"]):
-                yield self._cell(name, task, epsilon, seed, settings, cost)
+                cell = self._cell(name, task, epsilon, seed, settings)
+                yield replace(cell, selection_runs=cost)
 
     def chosen(self, name: str, task: str) -> tuple[dict[str, Any] | None, int]:
         """Return the best settings of the grid on the dev split, and the number of runs used.
@@ -115,24 +116,22 @@ class Sweep:
         The number includes runs of earlier grids of this row and task, because a grid may have been
         changed after looking at them. Failed runs do not count.
         """
-        best = None
-        for settings in self.grid(name):
-            result = self.result(self._searched(name, task, settings))
-            if result is not None:
-                score = first_score(result, "dev")
-                if best is None or score > best[0]:
-                    best = score, settings
-        if best is None:
+        found = [
+            (first_score(result, "dev"), settings)
+            for settings in self.grid(name)
+            if (result := self.result(self._searched(name, task, settings))) is not None
+        ]
+        if not found:
             return (None if self.config["rows"][name].get("grid") else {}), 0
         searched = [run for run in self._runs.values() if not run["final"]]
-        return best[1], sum((run["row"], run["task"]) == (name, task) for run in searched)
+        cost = sum((run["row"], run["task"]) == (name, task) for run in searched)
+        return max(found, key=lambda scored: scored[0])[1], cost
 
     def grid(self, name: str) -> Iterator[dict[str, Any]]:
         """Yield the combinations of a row's grid."""
-        grid = self.config["rows"][name].get("grid") or {}
-        if grid:
-            for values in product(*grid.values()):
-                yield dict(zip(grid, values, strict=True))
+        grid = self.config["rows"][name].get("grid")
+        for values in product(*grid.values()) if grid else ():
+            yield dict(zip(grid, values, strict=True))
 
     def _searched(self, name: str, task: str, settings: Mapping[str, Any]) -> Cell:
         where = self.config["search"]
@@ -142,20 +141,12 @@ class Sweep:
         cell = self._cell(name, task, epsilon, where["seed"], options)
         return replace(cell, scored="dev")
 
-    def _cell(
-        self,
-        name: str,
-        task: str,
-        epsilon: float | None,
-        seed: int,
-        settings: Mapping[str, Any],
-        cost: int = 0,
-    ) -> Cell:
+    def _cell(self, name: str, task: str, epsilon: float | None, seed: int, own: Any) -> Cell:
         row = self.config["rows"][name]
         of_row = row["arguments"] | row.get("tasks", {}).get(task, {})
         of_task = self.config["tasks"][task]
-        options = {**self.config["arguments"], **of_task, **of_row, **settings}
-        return Cell(name, task, epsilon, seed, tuple(options.items()), cost)
+        options = {**self.config["arguments"], **of_task, **of_row, **own}
+        return Cell(name, task, epsilon, seed, tuple(options.items()))
 
     # ---- Running ----
 
@@ -166,22 +157,16 @@ class Sweep:
     def complete(self, cells: Iterable[Cell]) -> list[Cell]:
         """Run the cells without a result; return the cells that failed."""
         missing = [cell for cell in cells if self.result(cell) is None]
-        failed = []
-        with ThreadPoolExecutor(self.jobs) as pool:
-            waiting = {pool.submit(self._complete, cell): cell for cell in missing}
-            bar = tqdm(as_completed(waiting), "runs", len(missing), disable=None)
-            for future in bar:
-                cell = waiting[future]
-                bar.set_postfix_str(f"{cell.row} on {cell.task}")
-                if not future.result():
-                    failed.append(cell)
-        return failed
 
-    def _complete(self, cell: Cell) -> bool:
-        result = self.run(cell)
-        if result is not None:
-            self.add(cell, result)
-        return result is not None
+        def run(cell: Cell) -> None:
+            if (result := self.run(cell)) is not None:
+                self.add(cell, result)
+
+        with ThreadPoolExecutor(self.jobs) as pool:
+            waiting = [pool.submit(run, cell) for cell in missing]
+            for future in tqdm(as_completed(waiting), "runs", len(missing), disable=None):
+                future.result()
+        return [cell for cell in missing if self.result(cell) is None]
 
     def add(self, cell: Cell, result: Mapping[str, Any]) -> None:
         """Append the result of a finished run to the file of runs."""

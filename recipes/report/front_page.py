@@ -39,10 +39,7 @@ def time_and_memory(
 ) -> str:
     """Returns the speed of a training step relative to AdamW's, and peak memory on a GPU.
 
-    Args:
-        gpu: rows of ``gpu_report``.
-        cpu: timings on a CPU.
-        lora: timings on a CPU of the same model, with LoRA among them.
+    ``gpu`` has the rows of ``gpu_report``; ``cpu`` and ``lora`` are timings of the same model.
     """
     rows = []
     for row in gpu:

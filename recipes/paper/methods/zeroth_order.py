@@ -7,17 +7,14 @@ the finite differences of its own loss, which cost two forward passes and no bac
 
 where g is the private mean of the s_i that ``mechanism`` releases like any other gradient: clipped
 to C jointly over the K directions, summed, with noise. MeZO (Malladi et al. 2023) is this without
-clip and noise. DPZero (Zhang et al. 2024, Algorithm 2) has one direction, on the sphere in its
-theory and Gaussian in its experiments. DP-ZO (Tang et al. 2024) has a Gaussian one and clips the
-difference of the losses, not the quotient: its threshold is ``2 mu C`` in terms of C here. Clipping
-several directions jointly is the order of DP-AggZO (Bao et al. 2025): aggregate, then clip. The
-papers assume different neighbours; here they are what the accountant assumes for every method,
-adding or removing one sample, so the noise has std ``sigma C`` and not ``2 sigma C``.
+clip and noise. DPZero (Zhang et al. 2024, Algorithm 2) has one direction. DP-ZO (Tang et al. 2024)
+clips the difference of the losses, not the quotient: its threshold is ``2 mu C`` in terms of C
+here. Clipping several directions jointly is the order of DP-AggZO (Bao et al. 2025). Neighbours are
+what the accountant assumes for every method, adding or removing one sample, so the noise has std
+``sigma C`` and not ``2 sigma C``.
 
 The engine never writes to the weights. While a pass runs, each operation that reads a weight is
 given a copy ``W + mu z``, which is freed after it. So the weights stay what they were, bit for bit.
-The copies of one operation are all the memory it takes, next to at most 64 MiB of z, which
-``directions`` draws and keeps.
 
 Shapes: B samples in the batch, K directions, d trainable parameters.
 """
