@@ -240,14 +240,15 @@ def test_the_command_shows_what_one_of_several_processes_sends(
 def test_curves_have_the_peak_of_each_method_and_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = next(iter(memory_curves.CURVES))
+    name, plan = "RoBERTa-large, T=128", memory_curves.PLAN
     small = {"hidden_size": 64, "layers": 1, "heads": 2, "vocab_size": 64, "length": 8}
     monkeypatch.setattr(memory_curves, "MODELS", {name: replace(MODELS[name], **small)})
-    monkeypatch.setattr(memory_curves, "CURVES", {name: ((2, 32), (4,))})
+    few = {name: {"batches": [2, 32], "ranks": [4]}}
+    monkeypatch.setattr(memory_curves, "PLAN", {**plan, "models": few})
     memory_curves.main(["--output_dir", str(tmp_path)])
     (path,) = tmp_path.glob("*.json")
     assert path.name == "roberta-large.json"
     curves = json.loads(path.read_text())["memory_curves"]
-    assert list(curves) == [*memory_curves.METHODS, "DP-GRAPE, r = 4"]
+    assert list(curves) == [*plan["methods"], "DP-GRAPE, r = 4"]
     assert all(found["2"] <= found["32"] for found in curves.values())
     assert curves["DP-Adam, materialised"]["32"] > curves["DP-GRAPE, r = 4"]["32"]
