@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from peft import LoraConfig, get_peft_model
+from transformers import HfArgumentParser
 
 from dp_grape_hf import DPGrapeTrainingArguments, PrivacySpent
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -54,6 +56,28 @@ def known_options(defaults: Mapping[str, Any], path: Path | str, *classes: type)
     known = {f.name for cls in classes for f in fields(cls)}
     if unknown := sorted(defaults.keys() - known):
         raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")
+
+
+def parsed(argv: Sequence[str] | None, config: Path | None, *classes: Any) -> Any:
+    """Return dataclasses of arguments: the command line over ``--config`` over their defaults.
+
+    Args:
+        argv: the command line.
+        config: the YAML file of defaults, if ``--config`` names none.
+        classes: the dataclasses, the last of which has the arguments of the trainer.
+    """
+    parser = HfArgumentParser(classes)
+    help_text = "YAML file with defaults of options."
+    parser.add_argument("--config", default=config and str(config), help=help_text)
+    given = parser.parse_known_args(argv)[0]
+    if given.config is not None:
+        defaults = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
+        known_options(defaults, given.config, *classes)
+        row = METHODS.get(given.method)
+        if given.noise_multiplier is not None or (row is not None and not row.private):
+            defaults.pop("target_epsilon", None)  # which would contradict it
+        parser.set_defaults(**defaults)
+    return parser.parse_args_into_dataclasses(argv)[: len(classes)]
 
 
 def origin() -> dict[str, Any]:

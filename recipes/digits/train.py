@@ -20,12 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from transformers import (
-    HfArgumentParser,
     ViTConfig,
     ViTForImageClassification,
     default_data_collator,
@@ -38,8 +36,8 @@ from dp_grape_hf import (
     DPGrapeTrainingArguments,
 )
 from dp_grape_hf.tables import table
-from recipes.common.provenance import known_options, recorded, spent_as_json, versions, write
-from recipes.paper.methods import METHODS, PaperArguments
+from recipes.common.provenance import parsed, recorded, spent_as_json, versions, write
+from recipes.paper.methods import PaperArguments
 
 CONFIG = Path(__file__).with_name("config.yaml")
 FLOAT = 4  # bytes of a float32 number
@@ -166,14 +164,5 @@ and results.json. Loaded back, the model has the same accuracy:
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DigitsArguments, DPGrapeTrainingArguments]:
     """Return the arguments of ``main``: command line over ``--config`` over defaults."""
-    parser = HfArgumentParser((DigitsArguments, PaperArguments))
-    parser.add_argument("--config", default=str(CONFIG), help="YAML file with defaults of options.")
-    path = parser.parse_known_args(argv)[0].config
-    defaults = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    chosen = METHODS.get(parser.parse_known_args(argv)[0].method)
-    if chosen is not None and not chosen.private:  # a budget would contradict it
-        defaults.pop("target_epsilon", None)
-    known_options(defaults, path, DigitsArguments, PaperArguments)
-    parser.set_defaults(**defaults)
-    script_args, args, _ = parser.parse_args_into_dataclasses(argv)
-    return script_args, args
+    script, args = parsed(argv, CONFIG, DigitsArguments, PaperArguments)
+    return script, args

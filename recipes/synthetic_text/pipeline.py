@@ -25,10 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import (
@@ -40,7 +39,7 @@ from dp_grape_hf import (
 )
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.tables import table
-from recipes.common.provenance import known_options, origin, recorded, spent_as_json, write
+from recipes.common.provenance import origin, parsed, recorded, spent_as_json, write
 from recipes.paper.data import load_split
 from recipes.synthetic_text.card import render
 from recipes.synthetic_text.evaluation import (
@@ -331,16 +330,7 @@ def report(results: Mapping[str, Any], kept: Texts, folder: str) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> tuple[SyntheticTextArguments, DPGrapeSFTConfig]:
     """Return the arguments of ``main``: command line over ``--config`` over defaults."""
-    parser = HfArgumentParser((SyntheticTextArguments, DPGrapeSFTConfig))
-    parser.add_argument("--config", help="YAML file with defaults of options.")
-    given = parser.parse_known_args(argv)[0]
-    if given.config is not None:
-        defaults = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
-        known_options(defaults, given.config, SyntheticTextArguments, DPGrapeSFTConfig)
-        if given.noise_multiplier is not None:
-            defaults.pop("target_epsilon", None)
-        parser.set_defaults(**defaults)
-    script, args, _ = parser.parse_args_into_dataclasses(argv)
+    script, args = parsed(argv, None, SyntheticTextArguments, DPGrapeSFTConfig)
     for name in ("model_name_or_path", "dataset_path", "labels"):
         if not getattr(script, name):
             raise ValueError(f"Pass --{name}, or set it in the file of --config.")
