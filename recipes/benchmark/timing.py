@@ -14,15 +14,7 @@ import torch
 from tqdm import tqdm
 from transformers import set_seed
 
-from recipes.benchmark.methods import (
-    ADAMW,
-    DP_GRAPE,
-    METHODS,
-    DoesNotRun,
-    now,
-    prepare,
-    quiet,
-)
+from recipes.benchmark.methods import ADAMW, DP_GRAPE, METHODS, DoesNotRun, now, prepare, quiet
 from recipes.benchmark.models import Setting
 from recipes.common.markdown import table
 
@@ -30,11 +22,7 @@ Results = dict[str, Any]  # title of a method -> times, for JSON
 
 
 def measure(
-    setting: Setting,
-    methods: Sequence[str],
-    rounds: int,
-    warmup: int,
-    device: torch.device,
+    setting: Setting, methods: Sequence[str], rounds: int, warmup: int, device: torch.device
 ) -> Results:
     """Return seconds per step of each method, and its speed relative to plain AdamW.
 

@@ -23,18 +23,10 @@ import torch
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
-from transformers import (
-    ViTConfig,
-    ViTForImageClassification,
-    default_data_collator,
-    set_seed,
-)
+from transformers import ViTConfig, ViTForImageClassification, default_data_collator, set_seed
 from transformers.hf_argparser import HfArg
 
-from dp_grape_hf import (
-    DPGrapeTrainer,
-    DPGrapeTrainingArguments,
-)
+from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.tables import table
 from recipes.common.provenance import parsed, recorded, spent_as_json, versions, write
 from recipes.paper.methods import PaperArguments

@@ -47,13 +47,7 @@ from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
-from recipes.common.provenance import (
-    known_options,
-    origin,
-    recorded,
-    spent_as_json,
-    with_adapter,
-)
+from recipes.common.provenance import known_options, origin, recorded, spent_as_json, with_adapter
 from recipes.common.runs import append_line, read_lines
 from recipes.paper.methods import METHODS, PaperArguments
 from recipes.paper.metrics import metric

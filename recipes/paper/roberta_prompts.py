@@ -167,10 +167,7 @@ def read_the_mean(model: Any, labels: int) -> Any:
 
 
 def logits_of_mean(
-    self: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    token_type_ids: Tensor | None = None,
+    self: Any, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
 ) -> SequenceClassifierOutput:
     """Returns the logits of the labels, (B, L), of the mean over the positions of each sample."""
     types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}

@@ -22,12 +22,7 @@ from typing import Any
 import torch
 import yaml
 from torch.utils.data import Subset, random_split
-from transformers import (
-    AutoConfig,
-    AutoModelForImageClassification,
-    ViTConfig,
-    ViTImageProcessor,
-)
+from transformers import AutoConfig, AutoModelForImageClassification, ViTConfig, ViTImageProcessor
 from transformers.hf_argparser import HfArg
 
 from dp_grape_hf import DPGrapeTrainingArguments
@@ -39,12 +34,7 @@ from recipes.paper.experiment import (
     in_adapter,
     main,
 )
-from recipes.paper.images import (
-    Batches,
-    Images,
-    Source,
-    load_images,
-)
+from recipes.paper.images import Batches, Images, Source, load_images
 
 HELD_OUT = 0.2
 FINE_TUNE = "-fine-tune"

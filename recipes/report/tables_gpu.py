@@ -10,16 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.common.markdown import (
-    BLANK,
-    NOT_RUN,
-    beside,
-    bullets,
-    header,
-    headings,
-    row,
-    shown,
-)
+from recipes.common.markdown import BLANK, NOT_RUN, beside, bullets, header, headings, row, shown
 from recipes.gpu_report.table import ADAMW, MATERIALISED
 from recipes.paper.methods import METHODS
 from recipes.paper.sweep import title_of

@@ -42,10 +42,7 @@ PRESET: dict[str, Any] = {
     "tasks": {
         "points": {
             "arguments": {"max_grad_norm": 5.0},
-            "methods": {
-                "dp_grape": {"max_grad_norm": 0.5},
-                "dp_sgd": {"max_grad_norm": "unknown"},
-            },
+            "methods": {"dp_grape": {"max_grad_norm": 0.5}, "dp_sgd": {"max_grad_norm": "unknown"}},
         }
     },
 }

@@ -85,10 +85,7 @@ def test_accuracy_against_examples_has_a_line_for_each_budget() -> None:
 def test_figures_are_files_and_other_results_are_passed_over(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = {
-        **{"text/sweep.json": SUMMARY, "n/sweep.json": SIZES},
-        "b/other.json": {"a": 1},
-    }
+    names = {**{"text/sweep.json": SUMMARY, "n/sweep.json": SIZES}, "b/other.json": {"a": 1}}
     for name, found in names.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(found))

@@ -241,8 +241,7 @@ def test_scores_are_mean_log_probabilities_of_the_answers(name: str, longest: in
     expected = torch.stack([by_hand(model, example) for example in some])
     torch.testing.assert_close(outputs["scores"], expected)
     torch.testing.assert_close(
-        choice_loss(outputs, labels),
-        -expected.log_softmax(1)[torch.arange(3), labels],
+        choice_loss(outputs, labels), -expected.log_softmax(1)[torch.arange(3), labels]
     )
     one = Collator(PAD)(examples([5, 3], options=1))
     labels = one.pop("labels")

@@ -12,13 +12,7 @@ from transformers import RobertaConfig
 
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import GradSampleMode
-from dp_grape_hf.memory import (
-    ADAMW,
-    ModelOfConfig,
-    Setting,
-    prepared,
-    simulate,
-)
+from dp_grape_hf.memory import ADAMW, ModelOfConfig, Setting, prepared, simulate
 from recipes.gpu_report.models import MODELS
 from recipes.paper import memory, memory_curves
 from recipes.paper.memory import (

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.projections import (
-    PROJECTIONS,
-    ProjectionSchedule,
-    Projector,
-    Side,
-)
+from dp_grape_hf.projections import PROJECTIONS, ProjectionSchedule, Projector, Side
 from recipes.paper.methods.released import SVD, ReleasedProjection, leading_vectors
 
 SHAPES = {"wide": (6, 16), "tall": (16, 6), "square": (6, 6), "small": (2, 9), "bias": (6,)}
@@ -138,8 +133,7 @@ def test_resuming_between_two_redraws_without_the_state_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"rank": 3}, {"shapes": {"wide": (6, 16)}}, {"family": "gaussian"}],
+    "change", [{"rank": 3}, {"shapes": {"wide": (6, 16)}}, {"family": "gaussian"}]
 )
 def test_the_state_of_another_projection_is_refused(change: dict[str, Any]) -> None:
     projections = released()

@@ -29,11 +29,7 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import flat
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.projections import (
-    principal_directions,
-    projection_targets,
-    synthetic_batches,
-)
+from dp_grape_hf.projections import principal_directions, projection_targets, synthetic_batches
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
@@ -261,8 +257,7 @@ def test_the_head_reads_the_words_at_the_mask(folder: Path, tokenizer: Any) -> N
     outputs = prompted(folder, tokenizer).eval()(**batch)
     torch.testing.assert_close(outputs.logits, expected)
     torch.testing.assert_close(
-        roberta.cross_entropy(outputs, labels),
-        -expected.log_softmax(1)[torch.arange(3), labels],
+        roberta.cross_entropy(outputs, labels), -expected.log_softmax(1)[torch.arange(3), labels]
     )
 
 

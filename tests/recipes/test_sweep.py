@@ -365,10 +365,7 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
         "search": {"epsilon": 6, "seed": 100, "arguments": {"held_out": True}},
         "final": {"epsilons": [8], "seeds": [13]},
         "rows": {
-            "DP-GRAPE": {
-                "arguments": {"method": "dp_grape"},
-                "grid": {"learning_rate": [1e-2]},
-            }
+            "DP-GRAPE": {"arguments": {"method": "dp_grape"}, "grid": {"learning_rate": [1e-2]}}
         },
     }
     path, out = tmp_path / "sweep.yaml", tmp_path / "out"

@@ -91,9 +91,7 @@ def test_what_jpeg_has_changed_is_marked(tmp_path: Path) -> None:
     assert experiment.notes == [note]
 
 
-def test_images_of_the_hub_are_those_of_the_named_columns(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_images_of_the_hub_are_those_of_the_named_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     arrays = both_splits((5, 7, 3))
 
     def hub(name: str, config: None, split: str, **others: Any) -> Dataset:
