@@ -37,6 +37,7 @@ from recipes.paper.experiment import (
 from recipes.paper.images import Batches, Images, Source, load_images
 
 HELD_OUT = 0.2
+PIXEL_MEAN, PIXEL_STD = 0.5, 0.5  # of pixels in [0, 1]; of the model, and not of private images
 FINE_TUNE = "-fine-tune"
 """Ends the names of tasks whose preset starts from a checkpoint."""
 
@@ -81,10 +82,6 @@ class ViTArguments(ExperimentArguments):
         help="Leave the class token and the position table as they are at the start, as the "
         "paper's authors' code does.",
     )
-    pixel_mean: float = HfArg(
-        default=0.5, help="Subtracted from pixels in [0, 1]; of the model, not data."
-    )
-    pixel_std: float = HfArg(default=0.5, help="Divides pixels after that, likewise.")
     train_examples: int | None = HfArg(
         default=None, help="Train on so many images, drawn by the seed. Default: all of them."
     )
@@ -115,7 +112,7 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         train = drawn(train, script.train_examples, args.seed)
     model = build_model(script, source.classes)
     config = model.config
-    batches = Batches(config.image_size, config.num_channels, script.pixel_mean, script.pixel_std)
+    batches = Batches(config.image_size, config.num_channels, PIXEL_MEAN, PIXEL_STD)
     public = None
     if script.public_dataset is not None:
         public = load_images(source, script.public_dataset)["train"]
@@ -184,12 +181,8 @@ def build_model(script: ViTArguments, classes: int) -> Any:
     return model
 
 
-FAMILY = Family(
-    name="vit",
-    script=ViTArguments,
-    tasks=(*SOURCES, f"CIFAR-10{FINE_TUNE}", f"CIFAR-100{FINE_TUNE}"),
-    load=load,
-)
+TASKS = (*SOURCES, f"CIFAR-10{FINE_TUNE}", f"CIFAR-100{FINE_TUNE}")
+FAMILY = Family("vit", ViTArguments, TASKS, load)
 
 if __name__ == "__main__":
     main(FAMILY)

@@ -165,21 +165,6 @@ def test_every_method_runs_every_round_and_ratios_use_common_rounds(
     assert lines[4].endswith("| 0.20x (0.20x) | 10.00 times as fast (10.00) |")
 
 
-def test_a_slower_private_step_is_not_called_faster() -> None:
-    seconds = {"adamw": 1.0, "dp_grape": 2.0}
-    results = {
-        METHODS[name].title: {
-            **dict.fromkeys(("median_seconds", "median_cpu_seconds"), value),
-            **dict.fromkeys(("speed_of_plain_adamw", "cpu_speed_of_plain_adamw"), 1 / value),
-            **{"rounds": [0], "seconds": [value], "cpu_seconds": [value]},
-        }
-        for name, value in seconds.items()
-    }
-    text = as_markdown([{"setting": vars(TINY), "results": results}])
-    assert "| 0.50 times as fast (0.50) |" in text
-    assert "faster" not in text
-
-
 def test_images_need_a_square_number_of_patches() -> None:
     with pytest.raises(ValueError, match="length=50 is the number of patches"):
         replace(TINY, model=VIT, length=50)
