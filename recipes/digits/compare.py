@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from sklearn.model_selection import train_test_split
 from transformers import set_seed
 from transformers.utils import logging
@@ -36,6 +35,7 @@ from recipes.common.provenance import origin, with_adapter, write
 from recipes.common.sweep import Cell, Sweep
 from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
 from recipes.paper.methods import PaperArguments
+from recipes.paper.sweep import read
 
 CONFIG = Path(__file__).with_name("compare.yaml")
 TASK = "digits"
@@ -50,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(argv)
-    config = yaml.safe_load(options.config.read_text(encoding="utf-8"))
-    runs = Digits(config, options.output_dir, options.jobs)
+    runs = Digits(read(options.config), options.output_dir, options.jobs)
     for stage in (runs.search, runs.final):
         runs.complete(stage())
-    record = summary(config, runs)
+    record = summary(runs)
     text = table(record)
     write(options.output_dir / "compare.json", record)
     (options.output_dir / "compare.md").write_text(text, encoding="utf-8")
@@ -68,20 +67,7 @@ class Digits(Sweep):
     """The runs of a file such as ``compare.yaml``, in this process or in ``jobs`` processes."""
 
     def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
-        rows = {}
-        for name, row in config["rows"].items():
-            options = {option: value for option, value in row.items() if option != "grid"}
-            rows[name] = {"arguments": options, "grid": {}}
-            if "grid" in row:
-                rows[name]["grid"] = {"learning_rate": row["grid"]}
-        wanted = {
-            "arguments": config["shared"],
-            "tasks": {TASK: {}},
-            "search": config["tuning"] | {"arguments": {"held_out": True}},
-            "final": {name: config[name] for name in ("epsilons", "seeds")},
-            "rows": rows,
-        }
-        super().__init__(wanted, folder, jobs)
+        super().__init__(config, folder, jobs)
         context = multiprocessing.get_context("spawn")
         threads = max(1, torch.get_num_threads() // jobs)
         self._processes = ProcessPoolExecutor(jobs, context, _start, (threads,))
@@ -135,7 +121,7 @@ def train(cell: Cell) -> dict[str, Any]:
 # ---- Rendering ----
 
 
-def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
+def summary(runs: Digits) -> dict[str, Any]:
     """Return means and standard errors over the seeds, by row and budget."""
     found: dict[str, list[dict[str, Any]]] = {}
     for cell in runs.final():
@@ -152,7 +138,7 @@ def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
     }
     return {
         **origin(),
-        "config": config,
+        "config": runs.config,
         "runs": {"search": len(list(runs.search())), "final": sum(map(len, found.values()))},
         "rows": rows,
     }
@@ -161,7 +147,7 @@ def summary(config: Mapping[str, Any], runs: Digits) -> dict[str, Any]:
 def table(record: Mapping[str, Any]) -> str:
     """Return the comparison as a table in Markdown, with a caption."""
     config = record["config"]
-    budgets = [f"{epsilon:g}" for epsilon in config["epsilons"]] + ["inf"]
+    budgets = [f"{epsilon:g}" for epsilon in config["final"]["epsilons"]] + ["inf"]
     titles = [f"ε = {b}".replace("inf", "∞") for b in budgets]
     rows = []
     for name, row in record["rows"].items():
@@ -175,14 +161,14 @@ def table(record: Mapping[str, Any]) -> str:
                 f"{row['seconds']:.1f}",
             ]
         )
-    shared, runs = config["shared"], record["runs"]
+    shared, runs, seeds = config["arguments"], record["runs"], config["final"]["seeds"]
     head = ["Method", "Learning rate", *titles, "Release", "State", "Seconds"]
     return (
         f"{markdown.table(head, rows)}\n"
-        f"Test accuracy in percent, mean and standard error over {len(config['seeds'])} seeds; "
+        f"Test accuracy in percent, mean and standard error over {len(seeds)} seeds; "
         f"{_length(shared)}, δ = {shared['target_delta']:g}. Release: numbers that "
         "noise is added to. State: the optimizer's. Seconds: of a processor, median of the "
-        f"runs. The search cost {runs['search']} runs at ε = {config['tuning']['epsilon']:g} "
+        f"runs. The search cost {runs['search']} runs at ε = {config['search']['epsilon']:g} "
         "on held-out training data, which no ε here covers; the final ones are "
         f"{runs['final']}. {record['date']}, torch {record['versions']['torch']}.\n"
     )

@@ -17,11 +17,12 @@ CONFIG = compare.CONFIG
 def small(path: Path) -> Path:
     """Writes a configuration of two rows, a budget, two seeds and two steps."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    config["shared"] |= {"max_steps": 2, "expected_batch_size": 32, "accountant": "rdp"}
-    config |= {"epsilons": [8.0], "seeds": [1, 2]}
+    config["arguments"] |= {"max_steps": 2, "expected_batch_size": 32, "accountant": "rdp"}
+    config["final"] = {"epsilons": [8.0], "seeds": [1, 2]}
+    grids = {"dp_grape": [1e-3, 1e-2], "adam": [1e-3]}
     config["rows"] = {
-        "DP-GRAPE": {"method": "dp_grape", "grid": [1e-3, 1e-2]},
-        "Adam (not private)": {"method": "adam", "grid": [1e-3]},
+        name: {"arguments": {"method": method}, "grid": {"learning_rate": grids[method]}}
+        for name, method in (("DP-GRAPE", "dp_grape"), ("Adam (not private)", "adam"))
     }
     path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     return path
@@ -50,7 +51,8 @@ def test_a_comparison_is_rendered(
 
 def test_the_configuration_compares_every_method_by_options_that_there_are() -> None:
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
-    rows, known = config["rows"].values(), {f.name for f in fields(PaperArguments)}
+    rows = [row["arguments"] for row in config["rows"].values()]
+    known = {f.name for f in fields(PaperArguments)}
     assert {row["method"] for row in rows} == set(METHODS), f"{CONFIG.name}: a row for each method"
-    assert config["shared"].keys() <= known
-    assert all(row.keys() - {"grid"} <= known for row in rows)
+    assert config["arguments"].keys() <= known
+    assert all(row.keys() <= known for row in rows)
