@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import posixpath
 import re
-from dataclasses import fields
 from html import unescape
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import nbformat
 from latex2mathml.converter import convert
@@ -20,7 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
-from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.options import OPTIONS
 from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
@@ -35,7 +33,7 @@ FORMULA = re.compile(
 )
 """A formula in the output of pymdownx.arithmatex."""
 
-OPTIONS = "<!-- options -->"
+PLACE = "<!-- options -->"
 """The place of the options in the page of the arguments."""
 MESSAGES = "<!-- messages -->"
 """The place of all messages in the page of questions and answers."""
@@ -104,7 +102,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return shown + hash_sign + anchor
         return in_repository(target, source)
 
-    generated = markdown.replace(OPTIONS, options())
+    generated = markdown.replace(PLACE, options())
     if MESSAGES in generated:
         generated = generated.replace(MESSAGES, messages.section())
     return with_links(generated, link)
@@ -155,16 +153,12 @@ def add_notebook(path: str, files: Files, config: MkDocsConfig) -> None:
 
 def options() -> str:
     """Return a section with the help text, the short name and the default of each option."""
-    hints: dict[str, Any] = get_type_hints(DPGrapeArguments, include_extras=True)
     parts = []
-    for field in fields(DPGrapeArguments):
-        ranges = getattr(hints[field.name], "__metadata__", ())
-        said = [f"short name `{alias}`" for alias in field.metadata.get("aliases", ())]
-        said += [valid.needed for valid in ranges]
-        said += [] if field.default is None else [f"default `{field.default!r}`"]
-        parts += [
-            f"### `{field.name}`",
-            field.metadata["help"],
-            f"*{'; '.join(said)}*" * bool(said),
-        ]
+    for name, option in OPTIONS.items():
+        if option.of_host:
+            continue  # which transformers describes
+        said = [f"short name `--{option.short}`"] if option.short else []
+        said += [option.range.needed]
+        said += [] if option.default is None else [f"default `{option.default!r}`"]
+        parts += [f"### `{name}`", option.help, f"*{'; '.join(said)}*"]
     return "\n\n".join(parts)
