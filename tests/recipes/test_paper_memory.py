@@ -171,8 +171,7 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
     storages = {s.data_ptr(): s for s in (x.untyped_storage() for x in kept)}  # moments share one
     assert simulated.optimizer == sum(map(in_blocks, storages.values()))
     assert optimizer.state_bytes() == sum(x.nbytes for x in kept if x.dim() > 0)
-    projection = run.update and run.update.projection
-    projectors = run.projectors if projection is None else projection.at(0, {})
+    projectors = run.update.at(0, {}) if hasattr(run.update, "at") else run.projectors
     matrices = [projector.matrix for projector in projectors.values()]
     assert bool(matrices) == (METHODS[method].projection != "identity")
     assert simulated.projectors == sum(map(in_blocks, matrices))

@@ -54,51 +54,26 @@ def leading_vectors(private_grad: Tensor, rank: int, side: Side) -> Tensor:
     return columns.clone(memory_format=torch.contiguous_format)
 
 
-class ReleasedProjection(SavedProjection):
-    """The projectors of full private gradients, fresh every F steps.
+class SingularVectors(SavedProjection):
+    """The projectors of full private gradients by their leading singular vectors.
 
-    ``svd`` draws nothing: it takes P from the private gradients of the step at which P is due, and
-    keeps it until the next. The other families draw P from the public seed, the very P that
-    ``ProjectionSchedule`` draws.
+    They are taken from the private gradients of the step at which P is due, and kept until the
+    next, F steps later. Shapes with ``min(m, n) <= rank``, which have no more singular vectors,
+    stay unprojected.
 
     Guarantee:
         Post-processing. Give it what ``PrivateMechanism.release`` returned, and nothing else.
-
-    Args:
-        shapes: as in ``ProjectionSchedule``, and so are all others; with ``svd`` those with
-            ``min(m, n) <= rank``, which have no more singular vectors, stay unprojected too.
-        family: one of ``FAMILIES``; ``svd`` has no use for the seed.
-
-    Raises:
-        PrivacyError: for an unknown family, or rank or update_steps below 1.
     """
 
     def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        family: str,
-        rank: int,
-        update_steps: int,
-        device: torch.device | str = "cpu",
-        input_dims: Mapping[str, int] | None = None,
-        seed: int = 0,
+        self, shapes: Mapping[str, tuple[int, ...]], *, rank: int, update_steps: int, **where: Any
     ) -> None:
-        self._schedule = ProjectionSchedule(
-            shapes,
-            family="identity" if family == SVD else family,
-            rank=rank,
-            update_steps=update_steps,
-            seed=seed,
-            device=device,
-            input_dims=input_dims,
-        )
-        placed = placements(shapes, rank, input_dims) if family == SVD else {}
+        placed = placements(shapes, rank, where.get("input_dims"))
         placed = {name: place for name, place in placed.items() if rank < min(shapes[name])}
-        super().__init__(placed, update_steps, device)
+        super().__init__(placed, update_steps, where.get("device", "cpu"))
 
     def at(self, step: int, private_grads: Mapping[str, Tensor]) -> dict[str, Projector]:
-        """Returns the projectors in force at a step, counted from 0: the same until a redraw.
+        """Return the projectors in force at a step, counted from 0: the same until a redraw.
 
         Args:
             step: the logical step.
@@ -108,8 +83,6 @@ class ReleasedProjection(SavedProjection):
             PrivacyError: if P is due from the gradients of another step: those between two redraws
                 need the state that was saved.
         """
-        if not self.placements:
-            return self._schedule.at(step)
         return self.in_force(
             step,
             lambda _: {
@@ -120,25 +93,31 @@ class ReleasedProjection(SavedProjection):
 
 
 class _Projected(Update):
-    """Projects private sums, and hands the optimizer their coordinates."""
+    """Projects private sums, and hands the optimizer their coordinates.
 
-    projection: ReleasedProjection
+    ``svd`` computes P from the private sums. The other families draw P from the public seed.
+    """
 
     def __init__(self, args: Any, engine: PerSampleEngine) -> None:
         self._engine, trainable = engine, engine.trainable
         targets = projection_targets(engine.model, trainable, args.optim_target_modules)
-        self.projection = ReleasedProjection(
-            {name: tuple(trainable[name].shape) for name in targets},
-            family=args.projection,
-            rank=args.projection_rank,
-            update_steps=args.projection_update_steps,
-            device=engine.device,
-            input_dims=input_dimensions(engine.model),
-            seed=args.projection_seed,
-        )
+        shapes = {name: tuple(trainable[name].shape) for name in targets}
+        options: dict[str, Any] = {
+            "rank": args.projection_rank,
+            "update_steps": args.projection_update_steps,
+            "device": engine.device,
+            "input_dims": input_dimensions(engine.model),
+        }
+        if args.projection == SVD:
+            self.projection = SingularVectors(shapes, **options)
+            self.at = self.projection.at
+        else:
+            options |= {"family": args.projection, "seed": args.projection_seed}
+            schedule = ProjectionSchedule(shapes, **options)
+            self.at = lambda step, private_grads: schedule.at(step)
 
     def hand_over(self, optimizer: Any, step: int, private_grads: Mapping[str, Tensor]) -> None:
-        projectors, weights = self.projection.at(step, private_grads), self._engine.trainable
+        projectors, weights = self.at(step, private_grads), self._engine.trainable
         self._engine.observer.computed(PROJECTORS, projectors)
         optimizer.receive(
             {
