@@ -142,7 +142,10 @@ class Rates(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as JSON data for ``from_dict``."""
-        body, head = (group and group._asdict() for group in (self.body, self.head))
+        body, head = (
+            group and group._asdict() | {"output": group.output and [*group.output]}
+            for group in (self.body, self.head)
+        )
         return self._asdict() | {"body": body, "head": head}
 
     @classmethod

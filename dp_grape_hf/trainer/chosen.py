@@ -53,7 +53,7 @@ from dp_grape_hf.projections import (
     SyntheticInputs,
     first_texts,
 )
-from dp_grape_hf.trainer.remembered import digest_of, remembered_value
+from dp_grape_hf.trainer.remembered import digest_of, reused_or_made
 from dp_grape_hf.trainer.run import PrivateRun, rule_settings
 
 logger = logging.getLogger(__name__)
@@ -319,7 +319,7 @@ def _stored_or_measured(run: PrivateRun, setting: _Setting, inputs: Batches) -> 
     projectors = run.projectors_at(0)
     matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
     settings = setting._asdict() | {"P": digest_of(matrices)}
-    rates = remembered_value(
+    rates = reused_or_made(
         "learning rates",
         settings,
         lambda: _measured(run.model, run.trainable, projectors, inputs, setting).to_dict(),

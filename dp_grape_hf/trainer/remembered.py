@@ -25,6 +25,7 @@ Guarantee:
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -37,11 +38,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-import safetensors.torch as safetensors
 import torch
 import transformers
 from huggingface_hub import constants
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -89,60 +88,31 @@ def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> I
         _fingerprint.reset(token)
 
 
-def remembered_matrices(
-    what: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Tensor]]
-) -> dict[str, Tensor]:
+def reused_or_made(what: str, settings: Mapping[str, Any], make: Callable[[], T]) -> T:
     """Return the result of ``make``, from an earlier run if it was stored.
 
     Args:
         what: the name of the result.
         settings: all that the result depends on, besides model and inputs; values of JSON.
-        make: returns tensors by name; names may share a tensor.
+        make: returns tensors, numbers and texts, in lists and dictionaries.
     """
-
-    def pack(made: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
-        key_of = {id(tensor): f"{number}" for number, tensor in enumerate(made.values())}
-        keys = {name: key_of[id(tensor)] for name, tensor in made.items()}
-        return keys, {keys[name]: tensor for name, tensor in made.items()}
-
-    def unpack(keys: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensors[key] for name, key in keys.items()}
-
-    return _remembered(what, settings, make, pack, unpack)
-
-
-def remembered_value(what: str, settings: Mapping[str, Any], make: Callable[[], Any]) -> Any:
-    """Return the result of ``make``, a value of JSON, from an earlier run if it was stored.
-
-    Takes the arguments of ``remembered_matrices``.
-    """
-    return _remembered(what, settings, make, lambda made: (made, {}), lambda value, _: value)
-
-
-def _remembered(
-    what: str,
-    settings: Mapping[str, Any],
-    make: Callable[[], T],
-    pack: Callable[[T], tuple[Any, dict[str, Tensor]]],
-    unpack: Callable[[Any, dict[str, Tensor]], T],
-) -> T:
     fingerprint = _fingerprint.get()
     model_and_inputs = None if fingerprint is None else fingerprint()
     if model_and_inputs is None:
         return make()
     facts = json.dumps([what, settings, model_and_inputs, *_surroundings()], sort_keys=True)
-    path = _folder() / f"{hashlib.sha256(facts.encode()).hexdigest()}.safetensors"
+    path = _folder() / f"{_sha256(facts.encode())}.pt"
     try:
-        stored = unpack(*_read(path))
+        stored: T = _read(path)
         logger.info("The %s were measured by an earlier run (%s).", what, path)
         return stored
     except FileNotFoundError:
         pass
-    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         logger.info("%s cannot be read (%r), and is written again.", path, error)
     made = make()
     try:
-        _write(path, *pack(made))
+        _write(path, made)
         _keep_small(path.parent)
     except OSError as error:
         logger.info("The %s are not stored for later runs: %r.", what, error)
@@ -219,48 +189,45 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
-# ---- Files ----
+# ---- Files: the SHA-256 of the content, and the content ----
 
 
 def _folder() -> Path:
     return Path(constants.HF_HOME) / "dp_grape_hf"
 
 
-def _read(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Return a value and tensors from a file.
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _read(path: Path) -> Any:
+    """Return the result in a file.
 
     Raises:
         ValueError: the digest of the content is wrong.
     """
-    with safe_open(path, framework="pt") as file:
-        text = (file.metadata() or {})["value"]
-        digest = (file.metadata() or {})["digest"]
-        tensors = {key: file.get_tensor(key) for key in file.keys()}
-    if digest != _digest(text, tensors):
+    digest, _, content = path.read_bytes().partition(b"\n")
+    if digest != _sha256(content).encode():
         raise ValueError("its digest is wrong")
     with suppress(OSError):
         os.utime(path)
-    return json.loads(text), tensors
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def _write(path: Path, value: Any, tensors: dict[str, Tensor]) -> None:
+def _write(path: Path, result: Any) -> None:
     """Write a file atomically."""
-    text = json.dumps(value)
-    tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-    content = safetensors.save(tensors, {"value": text, "digest": _digest(text, tensors)})
+    buffer = io.BytesIO()
+    torch.save(result, buffer)
+    content = buffer.getvalue()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.write(_sha256(content).encode() + b"\n" + content)
         Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def _digest(text: str, tensors: Mapping[str, Tensor]) -> str:
-    return hashlib.sha256(f"{text}\n{digest_of(tensors)}".encode()).hexdigest()
 
 
 def _keep_small(folder: Path) -> None:

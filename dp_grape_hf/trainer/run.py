@@ -71,7 +71,7 @@ from dp_grape_hf.projections import (
 from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
 from dp_grape_hf.trainer.inputs_by_form import InputsByForm
-from dp_grape_hf.trainer.remembered import remembered_matrices
+from dp_grape_hf.trainer.remembered import reused_or_made
 
 AtCapture = ProjectionSchedule | PrincipalProjection
 
@@ -607,7 +607,7 @@ def _principal(
         return {n: p.whitened() if n in square else p.directions for n, p in principal.items()}
 
     settings = {"ranks": {**ranks}, "square": [*square], "seed": args.projection_seed}
-    matrices = remembered_matrices("principal directions", settings, measured)
+    matrices = reused_or_made("principal directions", settings, measured)
     if group_size() > 1:
         for matrix in matrices.values():
             on_device = matrix.to(args.device)
