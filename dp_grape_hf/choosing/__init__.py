@@ -28,11 +28,10 @@ from dp_grape_hf.choosing.parts import (
 )
 from dp_grape_hf.choosing.rates import (
     NUMBER as NUMBER,
-    Noise as Noise,
     Rates as Rates,
+    Setting as Setting,
     inputs_of as inputs_of,
     measure as measure,
-    measure_norms as measure_norms,
     push_of_signal as push_of_signal,
     steps_of as steps_of,
     walk_of_noise as walk_of_noise,

@@ -20,7 +20,7 @@ all of it, with the same two bounds in units of its weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from statistics import mode
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.accounting import correlated
+from dp_grape_hf.accounting import correlated, released_noise
 from dp_grape_hf.optimizers import UPDATE_RULES, moved_from_zero
 from dp_grape_hf.phases import advance
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
@@ -97,18 +97,60 @@ def walk_of_noise(
 def push_of_signal(
     rule: str, settings: Mapping[str, Any], sizes: Tensor, schedule: Sequence[float]
 ) -> Tensor:
-    """Return the distance that constant gradients move parameters in a run, at a rate of 1.
+    """Return how far constant gradients move parameters in a run, at a rate of 1.
 
     Args:
-        rule: a name in ``UPDATE_RULES``.
-        settings: the settings of the rule.
+        rule, settings, schedule: as for ``walk_of_noise``.
         sizes: the gradients, any shape.
-        schedule: the factor of the learning rate at each step.
 
     Returns:
         The distances, of the shape of ``sizes``.
     """
     return -moved_from_zero(UPDATE_RULES[rule], settings, (sizes for _ in schedule), schedule)
+
+
+class Setting(NamedTuple):
+    """All that learning rates depend on, besides the model, its inputs and P."""
+
+    rule: str
+    settings: dict[str, Any]  # settings of the update rule
+    schedule: list[float]  # the factor of the learning rate at each step
+    bands: tuple[float, ...]  # coefficients of correlated noise
+    stds: dict[str, float]  # parameter name -> std of independent noise in each element
+    most: dict[str, float]  # parameter name -> bound on the norm of the signal in an update
+    given: dict[str, float] | None  # parameter name -> learning rate that the user passed
+    factors: dict[str, float]  # parameter name -> the user's factor of its learning rate
+    fresh: bool  # whether the weights are random, not pretrained
+    runs: bool  # whether the model can be run on public inputs
+    has_head: bool  # whether the model returns the output of its last linear layer
+    regresses: bool  # whether the labels are numbers
+
+    @property
+    def steps(self) -> float:
+        """The number of steps of full length: the sum of the schedule's factors."""
+        return sum(self.schedule)
+
+    def push(self, sizes: Tensor) -> Tensor:
+        """Return how far constant gradients move parameters (``push_of_signal``)."""
+        return push_of_signal(self.rule, self.settings, sizes, self.schedule)
+
+    def at(self, part: Iterable[str], rate: float) -> dict[str, float]:
+        """Return the learning rates of some parameters, with the user's factors."""
+        return {name: rate * self.factors.get(name, 1.0) for name in part}
+
+    def noise_of(
+        self, trainable: Mapping[str, nn.Parameter], projectors: Mapping[str, Projector]
+    ) -> dict[str, Noise]:
+        """Return the noise that the run adds to each trained parameter."""
+        walks = {
+            std: walk_of_noise(self.rule, self.settings, std, self.schedule, self.bands)
+            for std in set(self.stds.values())
+        }
+        released = math.sqrt(np.square(released_noise(self.bands, len(self.schedule))).mean())
+        return {
+            name: Noise(trainable[name], std * released, walks[std], projectors.get(name))
+            for name, std in self.stds.items()
+        }
 
 
 class Group(NamedTuple):
@@ -176,161 +218,126 @@ class Noise(NamedTuple):
         return own if self.projector is None else self.projector.coordinate_shape(own)
 
 
+Part = Mapping[str, Noise]
+"""Parameter name -> its noise, of some trained parameters."""
+
+
 def measure(
     model: nn.Module,
-    output: tuple[str, nn.Module],
-    batches: Iterable[Mapping[str, Any]],
-    noise: Mapping[str, Noise],
-    *,
-    most: Mapping[str, float],
-    push: Callable[[Tensor], Tensor],
-    steps: float,
-    rates: Mapping[str, float] | None = None,
-    fresh: bool = False,
-    factors: Mapping[str, float] | None = None,
-    regresses: bool = False,
-    has_head: bool = True,
+    noise: Part,
+    setting: Setting,
+    output: tuple[str, nn.Module] | None = None,
+    batches: Iterable[Mapping[str, Any]] = (),
 ) -> Rates:
     """Choose learning rates, or measure the effect of given ones.
 
-    The weights are moved for the measurement, and restored.
+    The weights are moved for the measurement, and restored. Without an ``output``, and for random
+    weights without a head, one learning rate follows from norms: the noise of the run, and a single
+    step of nothing but signal, may each change the weights by ``DRIFT`` of their norm.
 
     Args:
         model: the model, in evaluation mode.
-        output: the name and the module of the layer that computes the logits.
+        noise: the noise of all trained parameters.
+        setting: what learning rates depend on.
+        output: the name and the module of the layer that computes the logits; None if the model
+            cannot be run on public inputs.
         batches: public inputs; a few suffice.
-        noise: parameter name -> its noise, for all trained parameters.
-        most: parameter name -> the largest norm of the signal in a private update, over all
-            parameters that are clipped together with it.
-        push: returns how far constant gradients move parameters in the run, at a rate of 1.
-        steps: the sum of the schedule's factors over the run.
-        rates: parameter name -> learning rate, if you pass rates.
-        fresh: whether the weights are random, not pretrained.
-        factors: parameter name -> your factor of its learning rate.
-        regresses: whether the head predicts numbers instead of logits.
-        has_head: whether the model returns the output of the layer.
     """
-    factors = factors or {}
-    name, layer = output
-    kind = NUMBER if regresses else LOGIT
-    embeds = output_embeddings(model) is layer or not has_head
-    of_head = set() if embeds else {f"{name}.{own}" for own, _ in layer.named_parameters()}
-    head = {n: own for n, own in noise.items() if n in of_head}
-    body = {n: own for n, own in noise.items() if n not in of_head}
-    about: dict[str, Any] = {"most": most, "push": push, "steps": steps, "factors": factors}
-    if fresh and rates is None and not head:
-        return measure_norms(model, noise, fresh=True, **about)
-    features = _Features(model, layer, list(batches), body)
-    before = features.before
-    projected = (own.projector for own in head.values() if own.projector is not None)
-    read = next((before @ own.matrix.to(before) for own in projected), before)
-    size = max(float(read.square().sum(1).mean().sqrt()), 1e-6)
+    chosen_fresh = setting.fresh and setting.given is None
+    name, layer = output or ("", None)
+    embeds = not setting.has_head or (layer is not None and output_embeddings(model) is layer)
+    owned = [] if embeds or layer is None else [own for own, _ in layer.named_parameters()]
+    names = {f"{name}.{own}" for own in owned}
+    head = {n: own for n, own in noise.items() if n in names}
+    body = {n: own for n, own in noise.items() if n not in names}
+    if layer is None or (chosen_fresh and not head):
+        rates, limit = _by_norms(model, noise, setting)
+        return Rates(rates, _of_weights(noise, rates, setting, limit), None, setting.fresh)
+    features = _Features(model, layer, [*batches], body)
+    for_all = _of_fresh(model, noise, setting) if chosen_fresh else None
+    of_body = _body(features, body, setting, for_all) if body else ({}, None)
+    of_head = _head(features, head, setting, for_all) if head else ({}, None)
+    return Rates(of_body[0] | of_head[0], of_body[1], of_head[1], setting.fresh)
 
-    one = None
-    if fresh and rates is None:
-        one = _of_fresh(model, noise.values(), max(most.values()), push, steps)
 
-    def given(part: Mapping[str, Noise], rate: float) -> dict[str, float]:
-        return {n: rate * factors.get(n, 1.0) for n in part}
+def _settled(
+    part: Part, setting: Setting, for_all: _Bound | None, bound: Callable[[], _Bound]
+) -> tuple[dict[str, float], str]:
+    """Return the rates of some parameters, and what limits them."""
+    if setting.given is not None:
+        return {n: setting.given[n] for n in part}, GIVEN
+    lower = for_all or bound()
+    return setting.at(part, lower.rate), lower.limit
 
-    def settled(
-        part: Mapping[str, Noise], bound: Callable[[], _Bound]
-    ) -> tuple[dict[str, float], str]:
-        if rates is not None:
-            return {n: rates[n] for n in part}, GIVEN
-        lower = one or bound()
-        return given(part, lower.rate), lower.limit
+
+def _body(
+    features: _Features, body: Part, setting: Setting, for_all: _Bound | None
+) -> tuple[dict[str, float], Group]:
+    """Return the learning rates of a body, which change its features by ``DRIFT`` at most."""
 
     @cache  # the result of a search's last try is reported as the effect
     def drift_of_noise(by_name: tuple[tuple[str, float], ...]) -> float:
         return features.drift(_random({n: body[n].walk * rate for n, rate in by_name}, body))
 
-    def bound_of_body() -> _Bound:
+    def bound() -> _Bound:
         start = _START * _root_mean_square(body) / _walk(body)
-        by_noise = _reaching(lambda rate: drift_of_noise((*given(body, rate).items(),)), start)
-        one_step = steps_of(features.signal(most), push, steps)
+        at = setting.at
+        by_noise = _reaching(lambda rate: drift_of_noise((*at(body, rate).items(),)), start)
+        one_step = steps_of(features.signal(setting.most), setting.push, setting.steps)
 
         def drift_of_signal(rate: float) -> float:
-            own = given(body, rate)
+            own = at(body, rate)
             return features.drift((n, move * own[n]) for n, move in one_step.items())
 
         if one_step and drift_of_signal(by_noise) > DRIFT * (1 + _CLOSE):
             return _Bound(_reaching(drift_of_signal, by_noise / 10), STABILITY)
         return _Bound(by_noise, NOISE)
 
-    found: dict[str, float] = {}
-    groups: dict[str, Group] = {}
-    if body:
-        own, limit = settled(body, bound_of_body)
-        found |= own
-        if fresh:
-            groups["body"] = _of_weights(body, own, most, limit)
-        else:
-            effect = drift_of_noise((*own.items(),))
-            groups["body"] = _group_of("body", body, own, most, limit, effect)
-    if head:
-        walk, width = _walk(head), math.sqrt(before.shape[1])  # the gradient is along the input
-        longest = torch.tensor([max(most[n] for n in head) / width])
-        reach = float(push(longest)) * width * size  # at a rate of 1
-
-        def bound_of_head() -> _Bound:
-            by_noise = kind.noise / (walk * size)
-            return _Bound.lower(by_noise, _HEAD_STEP * kind.noise * steps / reach)
-
-        own, limit = settled(head, bound_of_head)
-        found |= own
-        rate = max(own.values())
-        group = _group_of("head", head, own, most, limit, walk * rate * size)
-        groups["head"] = group._replace(output=kind, reach=rate * reach)
-    return Rates(found, groups.get("body"), groups.get("head"), fresh)
+    own, limit = _settled(body, setting, for_all, bound)
+    if setting.fresh:
+        return own, _of_weights(body, own, setting, limit)
+    effect = drift_of_noise((*own.items(),))
+    return own, _group_of("body", body, own, setting, limit, effect)
 
 
-def measure_norms(
-    model: nn.Module,
-    noise: Mapping[str, Noise],
-    *,
-    most: Mapping[str, float],
-    push: Callable[[Tensor], Tensor],
-    steps: float,
-    fresh: bool,
-    factors: Mapping[str, float] | None = None,
-) -> Rates:
-    """Choose one learning rate by norms.
+def _head(
+    features: _Features, head: Part, setting: Setting, for_all: _Bound | None
+) -> tuple[dict[str, float], Group]:
+    """Return the learning rates of a head, by the noise and the signal in its output."""
+    kind, before = NUMBER if setting.regresses else LOGIT, features.before
+    projected = (own.projector for own in head.values() if own.projector is not None)
+    read = next((before @ own.matrix.to(before) for own in projected), before)
+    size = max(float(read.square().sum(1).mean().sqrt()), 1e-6)
+    walk, width = _walk(head), math.sqrt(before.shape[1])  # the gradient is along the input
+    longest = torch.tensor([max(setting.most[n] for n in head) / width])
+    reach = float(setting.push(longest)) * width * size  # at a rate of 1
 
-    This serves models that cannot run on synthetic inputs, and random weights without a head.
+    def bound() -> _Bound:
+        by_noise = kind.noise / (walk * size)
+        return _Bound.lower(by_noise, _HEAD_STEP * kind.noise * setting.steps / reach)
 
-    The noise of the run, and a single step of nothing but signal, may each change the weights by
-    ``DRIFT`` of their norm.
+    own, limit = _settled(head, setting, for_all, bound)
+    rate = max(own.values())
+    group = _group_of("head", head, own, setting, limit, walk * rate * size)
+    return own, group._replace(output=kind, reach=rate * reach)
 
-    Args:
-        model: the model.
-        noise: parameter name -> its noise, for all trained parameters.
-        most: parameter name -> the largest norm of the signal in a private update.
-        push: returns how far constant gradients move parameters in the run, at a rate of 1.
-        steps: the sum of the schedule's factors over the run.
-        fresh: whether the weights are random, not pretrained.
-        factors: parameter name -> your factor of its learning rate.
-    """
-    norm = math.sqrt(_squared(noise))
-    walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
-    longest = max(most.values())
-    if fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
-        bound = _of_fresh(model, noise.values(), longest, push, steps)
+
+def _by_norms(model: nn.Module, noise: Part, setting: Setting) -> tuple[dict[str, float], str]:
+    """Return one learning rate for all parameters, by norms, and what limits it."""
+    if setting.fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
+        bound = _of_fresh(model, noise, setting)
     else:
-        step = _step_of_signal(noise.values(), longest, push, steps)
-        bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / step)
-    rates = {n: bound.rate * (factors or {}).get(n, 1.0) for n in noise}
-    return Rates(rates, _of_weights(noise, rates, most, bound.limit), None, fresh)
+        norm = math.sqrt(_squared(noise))
+        walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
+        bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / _step_of_signal(noise, setting))
+    return setting.at(noise, bound.rate), bound.limit
 
 
-def _of_weights(
-    part: Mapping[str, Noise], rates: Mapping[str, float], most: Mapping[str, float], limit: str
-) -> Group:
+def _of_weights(part: Part, rates: Mapping[str, float], setting: Setting, limit: str) -> Group:
     """Return a body whose effect is the noise in its weights, in units of their norm."""
     walked = math.sqrt(sum(_lifted(own) * (own.walk * rates[n]) ** 2 for n, own in part.items()))
     effect = walked / max(math.sqrt(_squared(part)), 1e-12)
-    group = _group_of("body", part, rates, most, limit, effect)
-    return group._replace(changes="weights")
+    return _group_of("body", part, rates, setting, limit, effect)._replace(changes="weights")
 
 
 def _lifted(own: Noise) -> float:
@@ -342,24 +349,23 @@ def _lifted(own: Noise) -> float:
     return numbers / own.projector.rank * float(matrix.float().square().sum())
 
 
-def _walk(part: Mapping[str, Noise]) -> float:
+def _walk(part: Part) -> float:
     return max(own.walk for own in part.values())
 
 
 def _group_of(
     name: str,
-    part: Mapping[str, Noise],
+    part: Part,
     rates: Mapping[str, float],
-    most: Mapping[str, float],
+    setting: Setting,
     limit: str,
     effect: float,
 ) -> Group:
     numbers = {n: math.prod(own.shape) for n, own in part.items()}
-    squared = sum(numbers[n] * own.std**2 for n, own in part.items())
-    longest = max(most[n] for n in part)
-    rate = mode(rates.values())
-    total = sum(numbers.values())
-    return Group(name, tuple(part), total, rate, math.sqrt(squared), longest, effect, limit)
+    noise = math.sqrt(sum(numbers[n] * own.std**2 for n, own in part.items()))
+    longest = max(setting.most[n] for n in part)
+    total, rate = sum(numbers.values()), mode(rates.values())
+    return Group(name, tuple(part), total, rate, noise, longest, effect, limit)
 
 
 class _Bound(NamedTuple):
@@ -396,13 +402,7 @@ def _reaching(drift: Callable[[float], float], start: float) -> float:
     return rate
 
 
-def _of_fresh(
-    model: nn.Module,
-    noise: Collection[Noise],
-    most: float,
-    push: Callable[[Tensor], Tensor],
-    steps: float,
-) -> _Bound:
+def _of_fresh(model: nn.Module, noise: Part, setting: Setting) -> _Bound:
     """Return the learning rate of a model without pretrained weights, for all parameters.
 
     Its unit is the usual 1 / sqrt(n) of weights with n inputs. The initial weights may be smaller,
@@ -412,17 +412,15 @@ def _of_fresh(
     outputs = sum(m.out_features if isinstance(m, nn.Linear) else m.nf for m in layers)
     norm = math.sqrt(outputs)  # norm of m n elements of variance 1 / n
     size = norm / math.sqrt(sum(m.weight.numel() for m in layers))
-    step = _step_of_signal(noise, most, push, steps)
-    walk = max(own.walk for own in noise)
-    return _Bound.lower(FRESH_WALK * size / walk, FRESH_STEP * norm / step)
+    by_step = FRESH_STEP * norm / _step_of_signal(noise, setting)
+    return _Bound.lower(FRESH_WALK * size / _walk(noise), by_step)
 
 
-def _step_of_signal(
-    noise: Iterable[Noise], most: float, push: Callable[[Tensor], Tensor], steps: float
-) -> float:
+def _step_of_signal(noise: Part, setting: Setting) -> float:
     """Return the length of a step of nothing but signal, at a rate of 1."""
-    root = math.sqrt(sum(math.prod(own.shape) for own in noise))
-    return float(push(torch.tensor([most / root]))) * root / steps
+    root = math.sqrt(sum(math.prod(own.shape) for own in noise.values()))
+    longest = torch.tensor([max(setting.most.values()) / root])
+    return float(setting.push(longest)) * root / setting.steps
 
 
 def steps_of(
@@ -435,8 +433,7 @@ def steps_of(
 
     Args:
         gradients: parameter name -> constant gradient.
-        push: returns how far constant gradients move parameters in the run, at a rate of 1.
-        steps: the sum of the schedule's factors over the run.
+        push, steps: as in ``Setting``.
     """
     largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
     if not largest:
@@ -450,12 +447,12 @@ def steps_of(
     return found
 
 
-def _root_mean_square(part: Mapping[str, Noise]) -> float:
+def _root_mean_square(part: Part) -> float:
     count = sum(own.parameter.numel() for own in part.values())
     return math.sqrt(_squared(part) / count) or 1.0
 
 
-def _squared(part: Mapping[str, Noise]) -> float:
+def _squared(part: Part) -> float:
     """Return the squared norm of all weights together."""
     return sum(float(own.parameter.detach().float().square().sum()) for own in part.values())
 
@@ -502,7 +499,7 @@ class _Features:
         model: nn.Module,
         layer: nn.Module,
         inputs: list[Mapping[str, Any]],
-        body: Mapping[str, Noise],
+        body: Part,
     ) -> None:
         self._model, self._layer, self._inputs, self._body = model, layer, inputs, body
         self.before = self._all()
@@ -569,7 +566,7 @@ class _Features:
         return inputs_of(self._model, self._layer, batch)
 
 
-def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[tuple[str, Tensor]]:
+def _random(stds: Mapping[str, float], noise: Part) -> Iterator[tuple[str, Tensor]]:
     """Yield Gaussian moves, given parameter name -> their standard deviation."""
     generator = torch.Generator().manual_seed(0)
     for name, std in stds.items():
@@ -577,7 +574,7 @@ def _random(stds: Mapping[str, float], noise: Mapping[str, Noise]) -> Iterator[t
 
 
 @contextmanager
-def _moved_by(moves: Iterable[tuple[str, Tensor]], noise: Mapping[str, Noise]) -> Iterator[None]:
+def _moved_by(moves: Iterable[tuple[str, Tensor]], noise: Part) -> Iterator[None]:
     """Add moves to weights inside, and restore the weights afterwards."""
     kept: dict[str, Tensor] = {}
     with torch.no_grad():

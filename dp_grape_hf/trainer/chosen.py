@@ -12,35 +12,29 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Collection, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from torch import nn
 from transformers.trainer_utils import SchedulerType
 
-from dp_grape_hf.accounting import released_noise
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, PrivacyPlan, schedule_of
 from dp_grape_hf.choosing import (
     NUMBER,
-    Noise,
     Rates,
+    Setting,
     average_at_first,
     clipped_apart,
     is_head,
     is_new_at_first,
     is_pretrained,
     measure,
-    measure_norms,
     output_layer,
-    push_of_signal,
     rates_line,
     run_tables,
     train_matrices_only,
-    walk_of_noise,
 )
 from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
@@ -49,7 +43,6 @@ from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.projections import (
     MATRIX_LAYERS,
     Batches,
-    Projector,
     SyntheticInputs,
     first_texts,
 )
@@ -271,24 +264,7 @@ def find_rates(
     return from_first(measured)
 
 
-class _Setting(NamedTuple):
-    """All that learning rates depend on, besides the model, its inputs and P."""
-
-    rule: str
-    settings: dict[str, Any]  # settings of the update rule
-    schedule: list[float]  # the factor of the learning rate at each step
-    bands: tuple[float, ...]
-    stds: dict[str, float]  # parameter name -> std of independent noise in each entry
-    most: dict[str, float]  # parameter name -> bound on the norm of the signal in an update
-    given: dict[str, float] | None  # parameter name -> learning rate that the user passed
-    factors: dict[str, float]
-    fresh: bool  # whether the weights are random
-    runs: bool  # whether the model can be run on the inputs
-    has_head: bool
-    regresses: bool  # whether the labels are numbers
-
-
-def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> _Setting:
+def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> Setting:
     args, mechanism = run.args, plan.mechanism
     parts = parts or Parts(is_pretrained(run.model), [], None, None)
     assert args.update_rule is not None
@@ -298,7 +274,7 @@ def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> _Set
     if not args.chooses:
         assert args.learning_rate is not None
         given = {n: args.learning_rate * run.rate_factors.get(n, 1.0) for n in run.trainable}
-    return _Setting(
+    return Setting(
         rule=args.update_rule,
         settings=rule_settings(args),
         schedule=[float(factor) for factor in schedule_of(args, plan.steps)],
@@ -314,58 +290,19 @@ def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> _Set
     )
 
 
-def _stored_or_measured(run: PrivateRun, setting: _Setting, inputs: Batches) -> Rates:
+def _stored_or_measured(run: PrivateRun, setting: Setting, inputs: Batches) -> Rates:
     """Return learning rates that an earlier run measured, or measure them."""
     projectors = run.projectors_at(0)
+
+    def made() -> dict[str, Any]:
+        noise = setting.noise_of(run.trainable, projectors)
+        output = _output_layer(run.model, inputs)[:2] if setting.runs else None
+        batches = _to_measure_on(inputs) if setting.runs else []
+        return measure(run.model, noise, setting, output, batches).to_dict()
+
     matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
     settings = setting._asdict() | {"P": digest_of(matrices)}
-    rates = reused_or_made(
-        "learning rates",
-        settings,
-        lambda: _measured(run.model, run.trainable, projectors, inputs, setting).to_dict(),
-    )
-    return Rates.from_dict(rates)
-
-
-def _measured(
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    projectors: Mapping[str, Projector],
-    inputs: Batches,
-    setting: _Setting,
-) -> Rates:
-    """Measure learning rates, which depend on nothing but the arguments."""
-    output = _output_layer(model, inputs)[:2] if setting.runs else None
-    walks = {
-        s: walk_of_noise(setting.rule, setting.settings, s, setting.schedule, setting.bands)
-        for s in set(setting.stds.values())
-    }
-    released = math.sqrt(np.square(released_noise(setting.bands, len(setting.schedule))).mean())
-    noise = {
-        n: Noise(trainable[n], s * released, walks[s], projectors.get(n))
-        for n, s in setting.stds.items()
-    }
-    about: dict[str, Any] = {
-        "most": setting.most,
-        "push": lambda sizes: push_of_signal(
-            setting.rule, setting.settings, sizes, setting.schedule
-        ),
-        "steps": sum(setting.schedule),
-        "fresh": setting.fresh,
-        "factors": setting.factors,
-    }
-    if output is None:
-        return measure_norms(model, noise, **about)
-    return measure(
-        model,
-        output,
-        _to_measure_on(inputs),
-        noise,
-        rates=setting.given,
-        regresses=setting.regresses,
-        has_head=setting.has_head,
-        **about,
-    )
+    return Rates.from_dict(reused_or_made("learning rates", settings, made))
 
 
 def _to_measure_on(inputs: Batches) -> list[Mapping[str, Any]]:
