@@ -15,12 +15,12 @@ from dp_grape_hf.choosing.formatting import (
     run_tables as run_tables,
 )
 from dp_grape_hf.choosing.parts import (
+    LastLayer as LastLayer,
     average_at_first as average_at_first,
     clipped_apart as clipped_apart,
-    is_head as is_head,
     is_new_at_first as is_new_at_first,
     is_pretrained as is_pretrained,
-    output_layer as output_layer,
+    last_layer as last_layer,
     reading_numbers as reading_numbers,
     rule_and_rank as rule_and_rank,
     schedule as schedule,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,9 +52,19 @@ def schedule(*, pretrained: bool) -> str:
     return "constant_with_warmup" if pretrained else "linear"
 
 
+class LastLayer(NamedTuple):
+    """The linear layer of a model that runs last."""
+
+    name: str
+    module: nn.Module
+    is_head: bool
+    """Whether the model returns its output: logits, or a number. If the model returns something
+    else, such as a similarity, the layer is a part of the body."""
+
+
 @torch.no_grad()
-def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Module]:
-    """Return the name and the module of the linear layer that runs last, which computes the logits.
+def last_layer(model: nn.Module, batch: Mapping[str, Any]) -> LastLayer:
+    """Return the linear layer that runs last, which computes the logits if it is a head.
 
     Args:
         model: the model, in evaluation mode.
@@ -63,37 +73,20 @@ def output_layer(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, nn.Mo
     Raises:
         ValueError: if no linear layer runs.
     """
-    ran: list[tuple[str, nn.Module]] = []
-    hooks = [
-        module.register_forward_hook(lambda m, args, out, entry=(name, module): ran.append(entry))
-        for name, module in model.named_modules()
-        if isinstance(module, MATRIX_LAYERS)
-    ]
-    try:
-        on_inputs(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    ran: list[tuple[str, Any]] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if isinstance(module, MATRIX_LAYERS):
+                note = partial(lambda entry, *call: ran.append(entry), (name, module))
+                stack.callback(module.register_forward_hook(note).remove)
+        outputs = on_inputs(model, batch)
     if not ran:
         raise ValueError(f"no linear layer of {type(model).__name__} ran")
-    return ran[-1]
-
-
-@torch.no_grad()
-def is_head(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return whether a model returns the output of a layer: logits, or a number.
-
-    If a model returns something else, such as a similarity, its last layer is a part of the body.
-
-    Args:
-        model: the model, in evaluation mode.
-        layer: the linear layer that runs last.
-        batch: public inputs.
-    """
-    read: Any = layer  # Conv1D has nf
-    width = int(layer.out_features if isinstance(layer, nn.Linear) else read.nf)
-    returned = [x for x in tree_leaves(on_inputs(model, batch)) if isinstance(x, Tensor)]
-    return width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
+    name, layer = ran[-1]
+    width = int(layer.out_features if isinstance(layer, nn.Linear) else layer.nf)
+    returned = [x for x in tree_leaves(outputs) if isinstance(x, Tensor)]
+    is_head = width == 1 or any(x.dim() > 1 and x.shape[-1] == width for x in returned)
+    return LastLayer(name, layer, is_head)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.accounting import correlated, released_noise
+from dp_grape_hf.choosing.parts import LastLayer
 from dp_grape_hf.optimizers import UPDATE_RULES, moved_from_zero
 from dp_grape_hf.phases import advance
 from dp_grape_hf.projections import MATRIX_LAYERS, Projector, on_inputs, output_embeddings
@@ -226,12 +227,12 @@ def measure(
     model: nn.Module,
     noise: Part,
     setting: Setting,
-    output: tuple[str, nn.Module] | None = None,
+    last: LastLayer | None = None,
     batches: Iterable[Mapping[str, Any]] = (),
 ) -> Rates:
     """Choose learning rates, or measure the effect of given ones.
 
-    The weights are moved for the measurement, and restored. Without an ``output``, and for random
+    The weights are moved for the measurement, and restored. Without a last layer, and for random
     weights without a head, one learning rate follows from norms: the noise of the run, and a single
     step of nothing but signal, may each change the weights by ``DRIFT`` of their norm.
 
@@ -239,21 +240,19 @@ def measure(
         model: the model, in evaluation mode.
         noise: the noise of all trained parameters.
         setting: what learning rates depend on.
-        output: the name and the module of the layer that computes the logits; None if the model
-            cannot be run on public inputs.
+        last: the linear layer that runs last; None if the model cannot be run on public inputs.
         batches: public inputs; a few suffice.
     """
     chosen_fresh = setting.fresh and setting.given is None
-    name, layer = output or ("", None)
-    embeds = not setting.has_head or (layer is not None and output_embeddings(model) is layer)
-    owned = [] if embeds or layer is None else [own for own, _ in layer.named_parameters()]
-    names = {f"{name}.{own}" for own in owned}
+    names: set[str] = set()
+    if last is not None and setting.has_head and output_embeddings(model) is not last.module:
+        names = {f"{last.name}.{own}" for own, _ in last.module.named_parameters()}
     head = {n: own for n, own in noise.items() if n in names}
     body = {n: own for n, own in noise.items() if n not in names}
-    if layer is None or (chosen_fresh and not head):
+    if last is None or (chosen_fresh and not head):
         rates, limit = _by_norms(model, noise, setting)
         return Rates(rates, _of_weights(noise, rates, setting, limit), None, setting.fresh)
-    features = _Features(model, layer, [*batches], body)
+    features = _Features(model, last.module, [*batches], body)
     for_all = _of_fresh(model, noise, setting) if chosen_fresh else None
     of_body = _body(features, body, setting, for_all) if body else ({}, None)
     of_head = _head(features, head, setting, for_all) if head else ({}, None)

@@ -23,15 +23,15 @@ from transformers.trainer_utils import SchedulerType
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, PrivacyPlan, schedule_of
 from dp_grape_hf.choosing import (
     NUMBER,
+    LastLayer,
     Rates,
     Setting,
     average_at_first,
     clipped_apart,
-    is_head,
     is_new_at_first,
     is_pretrained,
+    last_layer,
     measure,
-    output_layer,
     rates_line,
     run_tables,
     train_matrices_only,
@@ -145,23 +145,22 @@ def choose_parts(
         pretrained = is_pretrained(model)
         with evaluating(model):
             try:
-                name, layer, first = _output_layer(model, inputs)
-                has_head = is_head(model, layer, first)
+                last, first = _last_layer(model, inputs)
             except PrivacyError as error:
                 reasons.append(error)
                 return Parts(pretrained, [], None, None, measured=False, has_head=False)
             by_user = {n for n, p in model.named_parameters() if not p.requires_grad} - {*unused}
             frozen: list[str] = []
             if args.method == "dp_grape" and pretrained and not by_user:
-                frozen = train_matrices_only(model, name)
-            averaged = None
-            saves_last_layer = args.save_as != "adapter" and not hasattr(model, "peft_config")
-            reads_first = not saves_last_layer and is_new_at_first(model, layer, first)
-            if saves_last_layer:
-                averaged = average_at_first(model, layer, first)
-            head = clipped_apart(model, name) if has_head else None
+                frozen = train_matrices_only(model, last.name)
+            averaged, reads_first = None, False
+            if args.save_as != "adapter" and not hasattr(model, "peft_config"):
+                averaged = average_at_first(model, last.module, first)
+            else:  # the last layer would not be saved
+                reads_first = is_new_at_first(model, last.module, first)
+            head = clipped_apart(model, last.name) if last.is_head else None
             return Parts(
-                pretrained, frozen, averaged, head, reads_first=reads_first, has_head=has_head
+                pretrained, frozen, averaged, head, reads_first=reads_first, has_head=last.is_head
             )
 
     parts = from_first(decide)
@@ -209,16 +208,13 @@ def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -
             parameter.requires_grad_(name in before)
 
 
-def _output_layer(model: nn.Module, inputs: Batches) -> tuple[str, nn.Module, Mapping[str, Any]]:
-    """Return the name of the layer that computes the logits, the layer, and the batch used.
-
-    The model must be in evaluation mode.
-    """
+def _last_layer(model: nn.Module, inputs: Batches) -> tuple[LastLayer, Mapping[str, Any]]:
+    """Return the linear layer that runs last, and the batch used; in evaluation mode."""
     try:
         first = next(iter(inputs()))
         if isinstance(inputs, SyntheticInputs):
             first = rows_of(first, slice(2))
-        return *output_layer(model, first), first
+        return last_layer(model, first), first
     except Exception as error:  # code of any model
         raise PrivacyError(
             "To choose learning rates, the model was run on public inputs, and "
@@ -296,9 +292,9 @@ def _stored_or_measured(run: PrivateRun, setting: Setting, inputs: Batches) -> R
 
     def made() -> dict[str, Any]:
         noise = setting.noise_of(run.trainable, projectors)
-        output = _output_layer(run.model, inputs)[:2] if setting.runs else None
+        last = _last_layer(run.model, inputs)[0] if setting.runs else None
         batches = _to_measure_on(inputs) if setting.runs else []
-        return measure(run.model, noise, setting, output, batches).to_dict()
+        return measure(run.model, noise, setting, last, batches).to_dict()
 
     matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
     settings = setting._asdict() | {"P": digest_of(matrices)}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dp_grape_hf.arguments import METHODS, DPGrapeArguments, OptimizerAndOptions, Update
-from dp_grape_hf.choosing import is_head, output_layer, reading_numbers
+from dp_grape_hf.choosing import last_layer, reading_numbers
 from dp_grape_hf.distributed import from_first, group_size
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import (
@@ -569,8 +569,8 @@ def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batche
         return []  # the user or the configuration names them; inputs are tokens, images or sound
     with evaluating(model):
         batch = rows_of(batch, slice(2))
-        name, layer = output_layer(model, batch)
-        unfit = [name] if is_head(model, layer, batch) else []
+        last = last_layer(model, batch)
+        unfit = [last.name] if last.is_head else []
         if isinstance(inputs, InputsByForm):
             unfit += reading_numbers(model, batch)
     return [f"{name}.weight".lstrip(".") for name in unfit]

@@ -36,7 +36,7 @@ from dp_grape_hf.choosing import (
     average_at_first,
     clipped_apart,
     is_pretrained,
-    output_layer,
+    last_layer,
     push_of_signal,
     steps_of,
     train_matrices_only,
@@ -187,7 +187,7 @@ def test_encoders_of_other_families_read_the_average_too(name: str, tmp_path: Pa
     """But for the biases of positions, which MPNet adds to its attention and are small."""
     set_seed(0)
     model = pretrained(tmp_path, AutoModelForSequenceClassification.from_config(ENCODERS[name]))
-    batch, output = text(2, 8), output_layer(model, text())[1]
+    batch, output = text(2, 8), last_layer(model, text()).module
     assert average_at_first(model, output, batch) is not None
     out = model.base_model(**batch, output_hidden_states=True)
     given = out.hidden_states[-2]
