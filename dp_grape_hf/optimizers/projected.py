@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
-from dp_grape_hf.optimizers.rules import UPDATE_RULES, require_in_range
+from dp_grape_hf.optimizers.rules import UPDATE_RULES
 from dp_grape_hf.projections import (
     Projector,
     is_short,
@@ -150,9 +150,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if rule not in UPDATE_RULES:
             raise ValueError(f"{rule=} is not known; choose one of: {', '.join(UPDATE_RULES)}.")
         self._rule = UPDATE_RULES[rule]
-        require_in_range("lr", lr, lr >= 0, "a number of at least 0")
-        settings = self._rule.checked(settings)
-        require_in_range("weight_decay", weight_decay, weight_decay >= 0, "a number of at least 0")
+        settings = self._rule.checked(settings, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed

@@ -8,20 +8,12 @@ a vector that concatenates many weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
-
-class Setting(NamedTuple):
-    """A setting of an update rule: its default, and its range."""
-
-    default: Any
-    good: Callable[[Any], bool]
-    needed: str  # the range in words
 
 
 class UpdateRule(NamedTuple):
@@ -31,23 +23,31 @@ class UpdateRule(NamedTuple):
         name: the value of the option ``update_rule``.
         optimizer: the class in torch.
         moments: name of a state tensor -> the power of the gradient that it averages.
-        settings: arguments of the class that a parameter group may set, in addition to ``lr``.
+        settings: argument of the class that a parameter group may set, in addition to ``lr`` -> its
+            default.
         fixed: arguments of the class with fixed values.
-        counts_steps: whether this class counts the steps in its state.
     """
 
     name: str
-    optimizer: type[torch.optim.Optimizer]
+    optimizer: Any  # a class derived from torch.optim.Optimizer
     moments: Mapping[str, int] = MappingProxyType({})
-    settings: Mapping[str, Setting] = MappingProxyType({})
+    settings: Mapping[str, Any] = MappingProxyType({})
     fixed: Mapping[str, Any] = MappingProxyType({})
-    counts_steps: bool = True
 
-    def checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the class in torch counts the steps in its state."""
+        return self.optimizer is not torch.optim.SGD
+
+    def checked(self, given: Mapping[str, Any], **common: float) -> dict[str, Any]:
         """Return a value for every setting: the given one or the default.
 
+        Args:
+            given: values of settings.
+            **common: values of ``lr`` and ``weight_decay``.
+
         Raises:
-            ValueError: for a setting that the rule does not have, or a value out of range.
+            ValueError: for a setting that the rule does not have, or a value that torch refuses.
         """
         for name in given:
             if name not in self.settings:
@@ -55,10 +55,10 @@ class UpdateRule(NamedTuple):
                     f"{name}={given[name]!r} is not a setting of the update rule {self.name!r}, "
                     f"which has: {', '.join(self.settings) or 'none'}. Leave it out."
                 )
-        values = {n: given.get(n, setting.default) for n, setting in self.settings.items()}
-        for name, value in values.items():
-            setting = self.settings[name]
-            require_in_range(name, value, setting.good(value), setting.needed)
+        values = {**self.settings, **given}
+        self.optimizer([torch.zeros(1)], **common, **values)  # checks the ranges
+        if not (momentum := values.get("momentum", 0.0)) < 1:  # but for this one
+            raise ValueError(f"{momentum=} is out of range. Pass a number below 1.")
         return values
 
     def make(
@@ -70,15 +70,9 @@ class UpdateRule(NamedTuple):
             groups: groups with ``params``, ``lr`` and a value for every setting.
             states: parameter -> state: the number of steps, ``step``, and the moments.
         """
-        optimizer = self.optimizer(groups, **self.fixed)
+        optimizer: torch.optim.Optimizer = self.optimizer(groups, **self.fixed)
         optimizer.state.update(states)
         return optimizer
-
-
-def require_in_range(name: str, value: Any, good: bool, needed: str) -> None:
-    """Raise a ``ValueError`` with name, value and range of a setting that is out of range."""
-    if not good:
-        raise ValueError(f"{name}={value} is out of range. Pass {needed}.")
 
 
 def moved_from_zero(
@@ -95,45 +89,33 @@ def moved_from_zero(
         gradients: the gradient of each step, all of the same shape.
         rates: the learning rate of each step.
     """
-    optimizer, numbers = None, nn.Parameter(torch.zeros(1))
+    numbers = nn.Parameter(torch.zeros(()))
+    optimizer = rule.make([{"params": [numbers], "lr": 0.0, **rule.checked(settings)}], {})
     for gradient, rate in zip(gradients, rates, strict=True):
-        if optimizer is None:
-            numbers = nn.Parameter(torch.zeros_like(gradient))
-            group = {"params": [numbers], "lr": rate, **rule.checked(settings)}
-            optimizer = rule.make([group], {})
+        if numbers.shape != gradient.shape:
+            numbers.data = torch.zeros_like(gradient)
         optimizer.param_groups[0]["lr"], numbers.grad = rate, gradient
         optimizer.step()
     return numbers.detach()
 
 
-_ADAM = UpdateRule(
-    "adam",
-    torch.optim.AdamW,
-    moments={"exp_avg": 1, "exp_avg_sq": 2},
-    fixed={"fused": True, "weight_decay": 0.0},
-    settings={
-        "betas": Setting(
-            (0.9, 0.999),
-            lambda betas: all(0 <= beta < 1 for beta in betas),
-            "two numbers of at least 0 and below 1",
-        ),
-        "eps": Setting(1e-8, lambda eps: eps >= 0, "a number of at least 0"),
-    },
+_RULES = (
+    UpdateRule(
+        "adam",
+        torch.optim.AdamW,
+        moments={"exp_avg": 1, "exp_avg_sq": 2},
+        settings={"betas": (0.9, 0.999), "eps": 1e-8},
+        fixed={"fused": True, "weight_decay": 0.0},
+    ),
+    UpdateRule("sgd", torch.optim.SGD),
+    UpdateRule(
+        "momentum",
+        torch.optim.SGD,
+        moments={"momentum_buffer": 1},
+        settings={"momentum": 0.9},
+    ),
+    UpdateRule("rmsprop", torch.optim.RMSprop, moments={"square_avg": 2}),
+    UpdateRule("adagrad", torch.optim.Adagrad, moments={"sum": 2}),
 )
-_SGD = UpdateRule("sgd", torch.optim.SGD, counts_steps=False)
-_MOMENTUM = UpdateRule(
-    "momentum",
-    torch.optim.SGD,
-    counts_steps=False,
-    moments={"momentum_buffer": 1},
-    settings={
-        "momentum": Setting(
-            0.9, lambda momentum: 0 <= momentum < 1, "a number of at least 0 and below 1"
-        )
-    },
-)
-_RMSPROP = UpdateRule("rmsprop", torch.optim.RMSprop, moments={"square_avg": 2})
-_ADAGRAD = UpdateRule("adagrad", torch.optim.Adagrad, moments={"sum": 2})
-_RULES = _ADAM, _SGD, _MOMENTUM, _RMSPROP, _ADAGRAD
 UPDATE_RULES: dict[str, UpdateRule] = {rule.name: rule for rule in _RULES}
 """Value of the option ``update_rule`` -> rule."""
