@@ -25,6 +25,11 @@ _LEAST_ROWS = 8  # rows, at least: fewer may have equal lengths by chance
 _TOKENS = {"input_ids", "attention_mask", "token_type_ids", "special_tokens_mask", "labels"}
 _ID, _MAPPING = "example_id", "overflow_to_sample_mapping"
 _LENGTHS, _POSITIONS = "seq_lengths", "position_ids"
+_COMPARED = 512  # rows, at most, whose neighbours are compared
+_END = 512  # tokens at the beginning and at the end of a row that are compared
+_PASSAGE = 8  # tokens
+_WINDOWS = 32  # rows of one text, at most; what more rows have is a template
+_SHARE, _FEW = 0.1, 3  # smallest share and number of rows
 
 
 class Unseen(Dataset[Any]):
@@ -58,37 +63,38 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
     if not (hasattr(dataset, "column_names") and hasattr(dataset, "with_format")):
         return
     plain = dataset.with_format(None)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
     if sign := _sign_of_parts(plain):
-        logger.warning(
-            "train_dataset %s. So an example may be several rows, and epsilon protects a row. To "
-            "protect whole examples, %sset privacy_unit_column='%s', and expected_batch_size to "
-            "a number of examples.",
-            sign,
-            "" if _ID in plain.column_names else _KEEP,
-            _ID,
-        )
+        advice = _OF_PARTS if _ID in plain.column_names else _KEEP + _OF_PARTS
     elif sign := _sign_of_overlap(plain):
-        logger.warning(
-            "train_dataset %s, such as windows of one text, or questions about it. Epsilon "
-            "protects a row, and not a whole text or person. Add a column with the person of each "
-            "row, and set privacy_unit_column to its name. If each row is one example, nothing is "
-            "wrong.",
-            sign,
-        )
-    elif sign := _sign_of_packing(plain, getattr(tokenizer, "tokenizer", tokenizer)):
-        logger.warning(
-            "train_dataset %s, so texts may be packed into blocks. A row then mixes texts of "
-            "several people, and epsilon protects a row and no person. Give each text a separate "
-            "row (truncation=True and no packing), or pack texts of one person only, add a column "
-            "with the person, and set privacy_unit_column to its name. If each row is one example, "
-            "nothing is wrong.",
-            sign,
-        )
+        advice = _OF_OVERLAP
+    elif sign := _sign_of_packing(plain, tokenizer):
+        advice = _OF_PACKING
+    else:
+        return
+    logger.warning("train_dataset %s. Epsilon protects a row. %s", sign, advice)
 
 
 _KEEP = (
-    "add its id to the rows, tokenized['example_id'] = [examples['id'][i] for i in "
-    "tokenized['overflow_to_sample_mapping']], "
+    "Add the id of its example to each row, tokenized['example_id'] = [examples['id'][i] for i in "
+    "tokenized['overflow_to_sample_mapping']]. "
+)
+_OF_PARTS = (
+    "If an example is several rows, set privacy_unit_column='example_id' to protect whole "
+    "examples, and expected_batch_size to a number of examples."
+)
+_ADD_PERSONS = (
+    "add a column with the person of each row, and set privacy_unit_column to its name. If each "
+    "row is one example, nothing is wrong."
+)
+_OF_OVERLAP = (
+    "If rows are windows of one text, or questions about it, epsilon does not protect a whole text "
+    f"or person: {_ADD_PERSONS}"
+)
+_OF_PACKING = (
+    "If texts are packed into blocks, a row mixes texts of several people, and epsilon protects no "
+    "person. Give each text a separate row (truncation=True and no packing), or pack texts of one "
+    f"person only, {_ADD_PERSONS}"
 )
 
 
@@ -130,7 +136,23 @@ def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
     if labels != ids or len(ids) < _LEAST_ROWS or len(set(map(len, ids))) > 1:
         return None
     # Conversations contain ends of texts as well, but their lengths differ.
-    return _ENDS_INSIDE if any(_ends_inside(row, tokenizer) for row in ids) else None
+    if not any(_ends_inside(row, tokenizer) for row in ids):
+        return None
+    return "has rows of one length with the token in them that begins or ends a text"
+
+
+def _begins_again(positions: Any) -> bool:
+    """Return whether positions count up from 0 more than once."""
+    return isinstance(positions, list) and list(pairwise(positions)).count((0, 1)) > 1
+
+
+def _ends_inside(ids: Sequence[int], tokenizer: Any) -> bool:
+    """Return whether a token that begins or ends a text is inside a row, without padding."""
+    names = ("bos_token_id", "cls_token_id", "eos_token_id")
+    ends = {getattr(tokenizer, name, None) for name in names} - {None}
+    outside = ends | {getattr(tokenizer, "pad_token_id", None)}
+    inside = [place for place, token in enumerate(ids) if token not in outside]
+    return bool(inside) and not ends.isdisjoint(ids[inside[0] : inside[-1]])
 
 
 def _sign_of_overlap(dataset: Any) -> str | None:
@@ -141,21 +163,13 @@ def _sign_of_overlap(dataset: Any) -> str | None:
     if "input_ids" not in dataset.column_names:
         return None
     rows = dataset.select(range(min(_COMPARED, len(dataset))))["input_ids"]
-    first: dict[int, int] = {}  # passage -> the first row that has it
-    last: dict[int, int] = {}
-    templates: set[int] = set()
+    rows_with: dict[int, list[int]] = {}
     for number, ids in enumerate(rows):
         for passage in _passages(ids):
-            if last.get(passage, number) < number - 1:
-                templates.add(passage)
-            first.setdefault(passage, number)
-            last[passage] = number
-    shared = {
-        row
-        for passage in last.keys() - templates
-        if last[passage] - first[passage] in range(1, min(_WINDOWS, len(rows) // 2))
-        for row in range(first[passage] + 1, last[passage] + 1)
-    }
+            rows_with.setdefault(passage, []).append(number)
+    adjacent = (found for found in rows_with.values() if found[-1] - found[0] == len(found) - 1)
+    most = min(_WINDOWS, len(rows) // 2)
+    shared = {number for found in adjacent if len(found) <= most for number in found[1:]}
     if len(shared) < max(_FEW, _SHARE * len(rows)):
         return None
     return "has rows that overlap: many have a passage of the row before them"
@@ -172,29 +186,3 @@ def _passages(ids: Any) -> set[int]:
         runs = zip(*(part[start:] for start in range(_PASSAGE)), strict=False)
         found |= {hash(run) for run in runs if len(set(run)) > _PASSAGE // 2}
     return found
-
-
-_COMPARED = 512  # rows, at most, whose neighbours are compared
-_END = 512  # tokens at the beginning and at the end of a row that are compared
-_PASSAGE = 8  # tokens
-_WINDOWS = 32  # rows of one text, at most; what more rows have is a template
-_SHARE, _FEW = 0.1, 3  # smallest share and number of rows
-
-_ENDS_INSIDE = "has rows of one length with the token in them that begins or ends a text"
-
-
-def _begins_again(positions: Any) -> bool:
-    """Return whether positions count up from 0 more than once."""
-    return isinstance(positions, list) and list(pairwise(positions)).count((0, 1)) > 1
-
-
-def _ends_inside(ids: Sequence[int], tokenizer: Any) -> bool:
-    """Return whether a token that begins or ends a text is inside a row, without padding."""
-    ends = {
-        token
-        for name in ("bos_token_id", "cls_token_id", "eos_token_id")
-        if (token := getattr(tokenizer, name, None)) is not None
-    }
-    outside = ends | {getattr(tokenizer, "pad_token_id", None)}
-    inside = [place for place, token in enumerate(ids) if token not in outside]
-    return bool(inside) and not ends.isdisjoint(ids[inside[0] : inside[-1]])
