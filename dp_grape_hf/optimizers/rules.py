@@ -36,7 +36,7 @@ class UpdateRule(NamedTuple):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the class in torch counts the steps in its state."""
+        """True if the class in torch counts the steps in its state."""
         return self.optimizer is not torch.optim.SGD
 
     def checked(self, given: Mapping[str, Any], **common: float) -> dict[str, Any]:

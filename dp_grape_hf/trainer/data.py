@@ -174,8 +174,8 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
     columns that both have, without labels.
 
     Raises:
-        PrivacyError: both data sets are the same object or have the same fingerprint; a row has
-            the contents of a training example; or the projection measures nothing.
+        PrivacyError: a row is a training example, or has the contents of one; or the projection
+            measures nothing.
     """
     if dataset is None:
         return
@@ -183,13 +183,6 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
         raise PrivacyError(
             f"public_dataset was passed, and projection={args.projection!r} does not use it. "
             f"Leave it out, or choose projection={PRINCIPAL!r}."
-        )
-    hashes = [getattr(data, "_fingerprint", None) for data in (dataset, training_data)]
-    if dataset is training_data or (hashes[0] is not None and hashes[0] == hashes[1]):
-        raise PrivacyError(
-            "public_dataset is the train_dataset, whose examples would shape the projection "
-            "without noise. Pass other data, which are public, or leave it out: synthetic inputs "
-            "serve as well."
         )
     check_dataset(dataset)
     if training_data is None:

@@ -15,10 +15,10 @@ import inspect
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -61,7 +61,14 @@ from dp_grape_hf.gradients import (
     warm_up,
     with_three_arguments,
 )
-from dp_grape_hf.ledger import Ledger, find_earlier, note_provenance, remember, was_trained
+from dp_grape_hf.ledger import (
+    Ledger,
+    find_earlier,
+    note_provenance,
+    refuse_used_folder,
+    remember,
+    was_trained,
+)
 from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
@@ -125,17 +132,6 @@ from dp_grape_hf.trainer.sharded import ShardingMixin
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Done:
-    """The work that is done once for each model."""
-
-    model: nn.Module
-    chose_parts: bool = False
-    searched: frozenset[str] = frozenset()  # parameters among which unused ones were searched
-    warm: bool = False  # whether the model has run on public inputs in training mode
-    inputs: Batches | None = None  # random inputs, for a model from outside transformers
-
-
 class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Base class that makes the training of a ``transformers.Trainer`` differentially private.
 
@@ -153,9 +149,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             form of the first training example counts as public.
         known_streams: generators of sampling and noise, for tests. The ledger then says that the
             run is not private.
-        **kwargs: all other arguments of the host, except ``optimizers``, because the method has
-            its own optimizer. To use another scheduler, make it with
-            ``trainer.create_optimizer()``, and set ``trainer.lr_scheduler``.
+        **kwargs: all other arguments of the host, of which ``model_init`` is called once, here. Do
+            not pass ``optimizers``, because the method has its own optimizer. To use another
+            scheduler, make it with ``trainer.create_optimizer()``, and set
+            ``trainer.lr_scheduler``.
 
     Attributes:
         private_run: the parts of the run; made anew when training starts.
@@ -182,9 +179,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _given_train_dataset: Any = None  # the data set before the host prepared it
     _prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
     _public_dataset: Any = None
-    _done: _Done | None = None  # for the last model
+    _searched: frozenset[str] = frozenset()  # parameters among which unused ones were searched
+    _warm: bool = False  # whether the model has run on public inputs in training mode
+    _inputs: Batches | None = None  # random inputs, for a model from outside transformers
     _private_norm: Tensor = torch.zeros(())
-    _every_module: tuple[nn.Module, ...] = ()  # the model and all modules in it
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # data set -> its units, read once
     _noted: bool = False  # whether the model's config has the note on private training
@@ -263,6 +261,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             processing_class=processing_class,
             **kwargs,
         )
+        self.model_init: Any = None  # the host would make another model when training starts
         self.publisher.set_model(self.model)
         refuse_launcher(self)
         self._user_loss = with_three_arguments(compute_loss_func)
@@ -274,6 +273,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self._returns_its_loss():
             self.args = self.args.with_engine(OF_SINGLE_EXAMPLES)
         self._known_streams = known_streams
+        self._refuse_used_folder()
         with self._progress("Trying the model"):
             self._try_one_example()
             self._make_parts()
@@ -296,7 +296,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
         if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
             self.remove_callback(ProgressCallback)
-            self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._opening()))
+            self.add_callback(
+                PrivacyProgress(lambda: me.privacy_spent(), lambda: me._table() * me.args.chooses)
+            )
         for table in filter(is_of_notebooks, [*self.callback_handler.callbacks]):
             from dp_grape_hf.trainer.notebook import PrivacyNotebookProgress  # needs IPython
 
@@ -325,24 +327,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.plan = PrivacyPlan(self.args, self._dataset_size, earlier, public, most, head)
         self.args = self.plan.args
 
-    @property
-    def _of_model(self) -> _Done:
-        """The record of the work that is done once for each model."""
-        if self._done is None or self._done.model is not self.model:
-            self._done = _Done(self.model)
-        return self._done
-
     def _make_parts(self) -> None:
         """Choose the trained parameters, once per model, and make the parts of a run."""
         self._freeze_unused()
-        before = self._parts if self._of_model.chose_parts else None
         if self._resumed is not None:
+            use_parts(self.model, self._resumed.parts, instead_of=self._parts)
             self._parts = self._resumed.parts
-            use_parts(self.model, self._parts, instead_of=before)
-        elif before is None and self.args.chooses and self.train_dataset is not None:
+        elif self._parts is None and self.args.chooses and self.train_dataset is not None:
             inputs = self._public_inputs()
             self._parts, self.args = choose_parts(self.model, self.args, inputs, self._frozen)
-        self._of_model.chose_parts = True
         self.private_run = self._make_run()
 
     def _take_choices(self, checkpoint: str) -> None:
@@ -358,10 +351,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self._make_plan()
 
     def _make_ready(self) -> None:
-        """Make the parts of a run again, and choose learning rates.
-
-        ``model_init`` may have made another model, and you may have frozen parameters.
-        """
+        """Make the parts of a run again, as you may have frozen parameters; choose the rates."""
         if is_sharded(self.model):
             return
         self._make_parts()
@@ -422,9 +412,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.train_dataset is None or loss is None:
             return []
         trainable = frozenset(n for n, p in self.model.named_parameters() if p.requires_grad)
-        if self._of_model.searched >= trainable:
+        if self._searched >= trainable:
             return []
-        self._of_model.searched = trainable
+        self._searched = trainable
         with keeping_random_state():  # a collator of public data may draw random numbers
             return freeze_unused(self.model, loss, self._public_inputs()())
 
@@ -442,15 +432,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _inputs_by_form(self) -> Batches:
         """Return a function that makes random inputs with the form of an example."""
-        if self._of_model.inputs is None:
+        if self._inputs is None:
             dataset, collator = self._with_used_columns(self.train_dataset, "training")
             example = self._public_example
             first = partial(dataset.__getitem__, 0) if example is None else lambda: example
             with explaining_bad_data(self.train_dataset, "Reading the first example"):
                 forms = form_of(dataset, collator, first)
             seed = self.args.projection_seed
-            self._of_model.inputs = InputsByForm(self.model, forms, seed)
-        return self._of_model.inputs
+            self._inputs = InputsByForm(self.model, forms, seed)
+        return self._inputs
 
     # ---- Choices ----
 
@@ -470,8 +460,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"method={self.args.method!r} has no learning rates to choose, or the model cannot "
                 "be run on synthetic inputs. Pass public_dataset=, whose examples it can read."
             )
-        table = table_of(self.rates, self.private_run, self.plan, self._parts)
-        return table + "".join(f"\n{warning}\n" for warning in self._rate_warnings())
+        return self._table() + "".join(f"\n{warning}\n" for warning in self._rate_warnings())
 
     def _choose_rates(self) -> None:
         """Choose learning rates by the noise of the run, or measure the noise at given ones."""
@@ -493,9 +482,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         at_first = [FIRST_POSITION] * bool(self._parts is not None and self._parts.reads_first)
         return [*at_first, *rate_warnings(self.rates, chosen=self.args.chooses)]
 
-    def _opening(self) -> str:
-        """Return the text shown before the first step; empty if nothing was chosen."""
-        if not self.args.chooses or self.rates is None:
+    def _table(self) -> str:
+        """Return the table of the choices, and of the effect of noise; empty without rates."""
+        if self.rates is None:
             return ""
         return table_of(self.rates, self.private_run, self.plan, self._parts)
 
@@ -591,11 +580,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._resumed = None
         if resume_from_checkpoint and resume_from_checkpoint is not True:
             self._take_choices(resume_from_checkpoint)
-        ledger, model, state = self.ledger, self.model, self.state
+        ledger, state = self.ledger, self.state
         try:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
-            if not resume_from_checkpoint and self.ledger is ledger and self.model is model:
+            if not resume_from_checkpoint and self.ledger is ledger:
                 self.state = state  # the weights did not change, so their state stays
             if isinstance(error, PrivacyError):
                 self._refused = self.ledger is None or not self.ledger.steps
@@ -641,6 +630,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._require_whole_adapter(moved)
         self._examine_first(train_dataloader)
         self.private_run.store_updates_separately()
+        self.model.train()
         return prepared
 
     def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
@@ -658,21 +648,28 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _try_one_example(self) -> None:
         """Run the first example, so that bad data raise an error before anything is measured.
 
-        The first process runs it through collator, model and loss. A loss of the host or of a
-        subclass is not tried: it may need attributes that are set later.
+        A loss of the host or of a subclass is tried when training starts, because it may need
+        attributes that are set later.
         """
-        loss_of_model = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
+        known = is_hosts(type(self).compute_loss) and self._loss_of_host() is None
+        has_rows = self.train_dataset is not None and not isinstance(self.train_dataset, Unseen)
         plain = METHODS[self.args.method].query is None and self._sharding is None
-        if not (loss_of_model and plain) or self._has_no_rows():
-            return
-        loss = self._known_loss()
+        loss = self._known_loss() if known and has_rows and plain else None
         if isinstance(loss, ReturnedLoss) or (loss is not None and self.args.chooses):
-            from_first(partial(self._run_one_example, loss))
+            from_first(partial(self._run_first_example, loss))
 
-    def _has_no_rows(self) -> bool:
-        return self.train_dataset is None or isinstance(self.train_dataset, Unseen)
+    def _refuse_used_folder(self) -> None:
+        """Refuse the folder of another run early, if ``do_train`` is set and none can resume.
 
-    def _run_one_example(self, loss: LossFunction) -> None:
+        Otherwise ``_refuse_early`` refuses it when training starts.
+        """
+        folder, args = Path(str(self.args.output_dir)), self.args
+        resumes = args.resume_from_checkpoint or any(folder.glob("checkpoint-*"))
+        if args.do_train and self.train_dataset is not None and not resumes:
+            from_first(lambda: refuse_used_folder(args, find_earlier(self.model, args)))
+
+    def _run_first_example(self, loss: LossFunction) -> None:
+        """Run the first example through collator, model and loss."""
         dataset, collator = self._with_used_columns(self.train_dataset, "training")
         guard = StateGuard(train_dataset=dataset, data_collator=collator)
         with (
@@ -680,27 +677,20 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self._remembering_nothing(loss, guard),
         ):
             batch = self._prepare_inputs(first_row(collator, partial(dataset.__getitem__, 0)))
+            if isinstance(loss, TrainerLoss):
+                examine_trainer_loss(self.model, loss, batch)
+                return
             with torch.no_grad(), evaluating(self.model):
                 losses_of(self.model, loss, batch)
 
     def _refuse_early(self, loader: Any, checkpoint: str | None) -> None:
         """Check the folder and ``compute_loss`` before anything is measured or chosen."""
-        before = self.ledger if self.model_init is None else None
         if checkpoint is None:
-            from_first(lambda: self.plan.refuse_start(before))
+            from_first(partial(self.plan.refuse_start, self.ledger))
         loss = self.private_run.per_sample.loss
-        if loader is None or not self.args.chooses or self._sharding is not None:
-            return
-        if not isinstance(loss, TrainerLoss):
-            return
-
-        def examine() -> None:
-            with self._remembering_nothing(loss, state_of(loader)):
-                batch = self._prepare_inputs(batch_to_try(loader, 1))
-                examine_trainer_loss(self.model, loss, batch)
-
-        with explaining_bad_data(self.train_dataset, "Trying one example"):
-            from_first(examine)
+        early = loader is not None and self.args.chooses and self._sharding is None
+        if early and isinstance(loss, TrainerLoss):
+            from_first(partial(self._run_first_example, loss))
 
     def _require_our_optimizer(self) -> None:
         """Refuse a schedule that follows a metric, and an optimizer from another source."""
@@ -729,18 +719,37 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         )
 
     def _examine_first(self, loader: Any) -> None:
-        """Examine the model on the first examples of a loader, if there is one."""
+        """Examine collator, losses and gradients on the first examples, if there is a loader.
+
+        The states of collator, data set, model and loss are recorded before they see an example.
+        """
         require(
             loader is not None or not is_sharded(self.model),
             "With fsdp the model must be examined on examples before the first step. Pass "
             "the loader of trainer.get_train_dataloader() to trainer.start().",
         )
-        if loader is not None:
-            with (
-                self._handling_data("Trying the first examples"),
-                self._progress("Examining the model on the first examples"),
-            ):
-                self._examine(loader)
+        if loader is None:
+            return
+        run, private = self.private_run, METHODS[self.args.method].private
+        step, loss = self.state.global_step, run.per_sample.loss
+        size = max(2, self.args.per_device_train_batch_size)
+        with (
+            self._handling_data("Trying the first examples"),
+            self._progress("Examining the model on the first examples"),
+            self._remembering_nothing(loss, state_of(loader)),
+        ):
+            if private:
+                examine_collator(loader)
+            batch = self._prepare_inputs(batch_to_try(loader, size))
+            refuse_reached(run.per_sample, batch, self._frozen)
+            if isinstance(loss, TrainerLoss):
+                examine_trainer_loss(self.model, loss, batch)
+            if private:
+                self.model.train()
+                run.examine(step, batch, min(size, self._dataset_size))
+            if private and is_sharded(self.model):
+                self.model.train()
+                run.stay_in_step(step, batch)
 
     def _progress(self, doing: str, unit: str = "passes") -> AbstractContextManager[None]:
         shown = not self.args.disable_tqdm and self.is_world_process_zero()
@@ -788,7 +797,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _start_ledger(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.args.target_epsilon is not None:
             refuse_longer_run(checkpoint, self.plan.steps)
-        before, updates = self.ledger if self.model_init is None else None, self.state.global_step
+        before, updates = self.ledger, self.state.global_step
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )
@@ -816,46 +825,21 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.rates is not None:
             run.signal.groups = {n: g.name for g in self.rates.groups for n in g.parameters}
 
-    def _examine(self, loader: DataLoader[Any]) -> None:
-        """Examine collator, losses and gradients on a few examples, before the first update.
-
-        The states of collator, data set, model and loss are recorded before they see an example.
-        """
-        with self._remembering_nothing(self.private_run.per_sample.loss, state_of(loader)):
-            self._try(loader)
-
     @contextmanager
     def _remembering_nothing(self, loss: LossFunction, data: StateGuard) -> Iterator[None]:
         """Refuse a model, a loss, a collator or a data set that stores data of an example."""
         if not METHODS[self.args.method].private:
             yield
             return
-        if not self._of_model.warm:
+        if not self._warm:
             warm_up(self.model, self._public_inputs()())
-            self._of_model.warm = True
+            self._warm = True
         with (
             StateGuard(model=self.model, loss=loss).unchanged(thorough=True),
             data.unchanged(),
             keeping_configs(configs_of(self.model)),
         ):
             yield
-
-    def _try(self, loader: DataLoader[Any]) -> None:
-        args, step, row = self.args, self.state.global_step, METHODS[self.args.method]
-        if row.private:
-            examine_collator(loader)
-        size = max(2, args.per_device_train_batch_size)
-        batch = self._prepare_inputs(batch_to_try(loader, size))
-        run, per_sample = self.private_run, self.private_run.per_sample
-        refuse_reached(per_sample, batch, self._frozen)
-        if isinstance(per_sample.loss, TrainerLoss):
-            examine_trainer_loss(self.model, per_sample.loss, batch)
-        if row.private:
-            self.model.train()
-            run.examine(step, batch, min(size, self._dataset_size))
-            if is_sharded(self.model):
-                self.model.train()
-                run.stay_in_step(step, batch)
 
     def _note_provenance(self, epsilon: float) -> None:
         assert self.ledger is not None
@@ -893,7 +877,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"The budget of {self.plan.steps} releases is spent, and a callback continues. "
                 "Remove the callback that resets control.should_training_stop.",
             )
-            if not all(module.training for module in self._modules_of(model)):
+            if not model.training:  # after an evaluation
                 model.train()
             if self._known_streams is None:
                 forget_the_seed()  # a callback may have set one
@@ -905,12 +889,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if self.args.private:
             return done.loss.zero_()
         return done.loss / max(inputs.num_examples, 1)
-
-    def _modules_of(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return all modules of a model, cached: iterating takes as long as a layer."""
-        if not self._every_module or self._every_module[0] is not model:
-            self._every_module = tuple(model.modules())
-        return self._every_module
 
     def _on_device(self, physical: Any) -> Any:
         """Move a physical batch to the device, from pinned memory without waiting for a GPU."""

@@ -287,7 +287,7 @@ class Remembers(Examples):
 def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, Words(), words_row)
     trainer.train_dataset = Remembers([words_row(i) for i in range(ROWS)])
-    trainer._of_model.inputs = None
+    trainer._inputs = None
     with pytest.raises(PrivacyError, match="reads"):
         trainer._public_inputs()
 
@@ -386,11 +386,14 @@ class Weighted(DPGrapeTrainer):
 def test_class_weights_and_used_folders_are_refused_before_any_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer(tmp_path / "used").train()
+    make_trainer(tmp_path / "used", max_steps=1).train()
     used = make_trainer(tmp_path / "used")
     weighted = trainer_of(tmp_path / "new", Words(), words_row, cls=Weighted)
-    monkeypatch.setattr(DPGrapeTrainer, "_make_ready", lambda self: pytest.fail("it chose"))
+    for early in ("_make_ready", "_try_one_example"):
+        monkeypatch.setattr(DPGrapeTrainer, early, lambda self: pytest.fail("it chose"))
     with pytest.raises(PrivacyError, match="belongs to another run"):
         used.train()
+    with pytest.raises(PrivacyError, match="belongs to another run"):
+        make_trainer(tmp_path / "used", do_train=True)
     with pytest.raises(PrivacyError, match="not the mean over a batch"):
         weighted.train()

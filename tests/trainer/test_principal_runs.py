@@ -136,21 +136,11 @@ def test_a_public_dataset_is_measured_on_and_named(tmp_path: Path) -> None:
     assert "| Not protected, as declared public | Examples, 10 examples |" in card
 
 
-def test_the_training_data_is_no_public_dataset(tmp_path: Path) -> None:
-    data = examples_of(BERT, 24)
-    with pytest.raises(PrivacyError, match="public_dataset is the train_dataset"):
-        trainer_of(tmp_path, train_dataset=data, public_dataset=data)
-    again = examples_of(BERT, 24)
-    data._fingerprint = again._fingerprint = "loaded twice"  # type: ignore[attr-defined]
-    with pytest.raises(PrivacyError, match="public_dataset is the train_dataset"):
-        trainer_of(tmp_path, train_dataset=data, public_dataset=again)
-
-
 def test_rows_of_the_training_data_are_not_public(tmp_path: Path) -> None:
     """Of those that are measured on; which rows are the same is in ``test_held_out``."""
     data, other = examples_of(BERT, 24), examples_of(BERT, 511, seed=9)
     without = [{k: v for k, v in row.items() if k != "labels"} for row in data.examples]
-    for copied in (copy.deepcopy(data), Examples([*other.examples, without[23]])):
+    for copied in (data, copy.deepcopy(data), Examples([*other.examples, without[23]])):
         with pytest.raises(PrivacyError, match=r"public_dataset\[(0|511)\] has the contents"):
             trainer_of(tmp_path, train_dataset=data, public_dataset=copied)
     trainer_of(tmp_path, train_dataset=data, public_dataset=other)
