@@ -1,23 +1,18 @@
 """A resumed run reads from its checkpoint what the run chose at its start."""
 
-import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import BertForSequenceClassification, PreTrainedModel, TrainerState
+from transformers import BertForSequenceClassification
 
-from dp_grape_hf import PrivacyError, ProjectedOptimizer
+from dp_grape_hf import PrivacyError
 from dp_grape_hf.arguments import plan
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
 from tests.support.choosing import EVERY, model_of, trainer_of
-from tests.support.faults import ending
 from tests.support.marks import slow_but
 from tests.support.trainers import spy_releases
 
@@ -35,61 +30,6 @@ def choices_of(trainer: Any) -> tuple[Any, ...]:
     rule = trainer.args.update_rule
     own, schedule = trainer.plan, trainer.args.lr_scheduler_type
     return trained, rates, rule, trainer.private_run.ranks, schedule, own.mechanism, own.steps
-
-
-# ---- Killed ----
-
-
-class Killed(BaseException):
-    """Ends a run wherever it is; no code handles it."""
-
-
-# (what is replaced, its first and last call after the first checkpoint)
-MOMENTS: tuple[tuple[Any, str, int, int], ...] = (
-    (Ledger, "record", EVERY + 1, 12),
-    (ProjectedOptimizer, "step", EVERY + 1, 12),
-    (PreTrainedModel, "save_pretrained", 2, 4),
-    (Choices, "save", 2, 4),
-    (torch, "save", 4, 12),
-    (TrainerState, "save_to_json", 2, 4),
-)
-
-
-@contextmanager
-def killing(seed: int) -> Iterator[None]:
-    """Raises ``Killed`` before or after one call, which the seed decides."""
-
-    def end() -> None:
-        raise Killed
-
-    coins = random.Random(seed)
-    owner, name, first, last = coins.choice(MOMENTS)
-    at_call, after = coins.randint(first, last), coins.random() < 0.5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(owner, name, ending(getattr(owner, name), at_call, end, after=after))
-        yield
-
-
-@pytest.mark.parametrize("weights", slow_but(("fresh",), WEIGHTS))
-@pytest.mark.parametrize("seed", slow_but(("0",), range(10)))
-def test_a_run_killed_at_random_resumes_with_its_choices(
-    seed: int, weights: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    releases = spy_releases(monkeypatch)
-    begun = trainer_of(tmp_path, model_of(weights))
-    with killing(seed), pytest.raises(Killed):
-        begun.train()
-    recorded, made = Ledger.load(tmp_path / LEDGER_NAME).steps, len(releases)
-    assert made <= recorded <= made + 1
-    resumed = trainer_of(tmp_path, model_of(weights))
-    resumed.train(resume_from_checkpoint=True)
-    assert choices_of(resumed) == choices_of(begun)
-    ledger, more = Ledger.load(tmp_path / LEDGER_NAME), len(releases) - made
-    assert ledger.steps == recorded + more
-    lost = recorded + more - resumed.state.global_step
-    assert 0 <= lost <= EVERY + 1
-    assert resumed.releases_left() == 0
-    assert ledger.epsilon() <= 8.0
 
 
 # ---- Whatever the model looks like ----

@@ -133,7 +133,8 @@ def trainer_of(
         for n in ("compute_loss_func", "public_example", "public_dataset", "loss")
         if n in more
     }
-    options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"} | more
+    options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"}
+    options |= {"accountant": "rdp"} | more
     args = DPGrapeTrainingArguments(
         output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
     )

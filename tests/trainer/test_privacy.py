@@ -174,34 +174,6 @@ def test_the_noise_of_weights_has_std_sigma_c_over_b(tmp_path: Path) -> None:
     assert abs((first * second).sum()) < 5 * math.sqrt(first.numel())
 
 
-@pytest.mark.slow
-def test_projected_noise_has_the_same_std_in_every_coordinate(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The noise is white in the projected space, and the weights get it lifted.
-
-    False alarm: below 1e-6 (five standard deviations).
-    """
-    releases = spy_releases(monkeypatch)
-    trainer = make_trainer(
-        tmp_path,
-        model=_zeroed(make_trainer(tmp_path).model),
-        compute_loss_func=no_loss,
-        max_steps=40,
-        projection_update_steps=1000,
-        **PLAIN_DESCENT,
-    )
-    noise = _read_noise(trainer, Watch())
-    z = torch.stack([release["body.weight"] for release in releases]).double() * 4
-    assert tuple(z.shape) == (40, 8, 2)  # the smaller side of 8 x 6, projected to rank 2
-    assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
-    matrix = trainer.private_run.projectors["body.weight"].matrix
-    for moved, released in zip(noise, releases, strict=True):
-        torch.testing.assert_close(
-            moved["body.weight"], released["body.weight"] @ matrix.T, atol=2e-6, rtol=1e-4
-        )
-
-
 # ---- Secrets ----
 
 
