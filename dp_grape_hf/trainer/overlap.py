@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,12 @@ from tqdm import tqdm
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.gradients import keeping_random_state
-from dp_grape_hf.trainer.arrow import UnknownStorageError, is_stored, stored_digests
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 
 Numbers = NDArray[Any]
 
 _SAMPLED = 64  # rows, at most, that show which columns have contents
-_READ = 256  # rows read at once
+_READ = 512  # rows read at once
 _QUIET = 2.0  # seconds before a progress bar is shown
 
 
@@ -86,37 +85,29 @@ class TrainingRows:
                 first = next(_examples(self._pieces[0].sample(1), stored), {})
             if not (names := _contents(sample, [n for n in first if n != self._unit_column])):
                 continue
-            alike = stored and _stored_alike([*self._pieces, *others], names)
-            for columns in (True, False) if alike else (False,):
-                try:
-                    found = self._digest_rows(others, names, stored, columns, doing)
-                    if (key := (*names, stored, columns)) not in self._digests:
-                        with explaining_bad_data(self.data, doing):
-                            known = self._digest_rows(self._pieces, names, stored, columns, doing)
-                        self._digests[key] = known
-                except UnknownStorageError:
-                    continue
-                shared = np.isin(found, self._digests[key]) & (found != 0)
-                return np.concatenate([piece.at for piece in others])[shared]
+            decode = not (stored and _stored_alike([*self._pieces, *others], names))
+            found = self._digest_rows(others, names, stored, decode, doing)
+            if (key := (*names, stored, decode)) not in self._digests:
+                with explaining_bad_data(self.data, doing):
+                    self._digests[key] = self._digest_rows(
+                        self._pieces, names, stored, decode, doing
+                    )
+            shared = np.isin(found, self._digests[key]) & (found != 0)
+            return np.concatenate([piece.at for piece in others])[shared]
         return np.zeros(0, np.int64)
 
     def _digest_rows(
-        self, pieces: list[_Piece], names: list[Any], stored: bool, columns: bool, doing: str
+        self, pieces: list[_Piece], names: list[Any], stored: bool, decode: bool, doing: str
     ) -> Numbers:
-        """Return the digests of the rows of some pieces, by columns or row by row."""
+        """Return the digests of the rows of some pieces; with the arguments of ``_examples``."""
         total = sum(len(piece.rows) for piece in pieces)
+        digests = np.zeros(total, np.int64)
         with tqdm(total=total, desc=doing, delay=_QUIET, disable=self._no_bar) as bar:
-            found = []
-            for piece in pieces:
-                if columns:
-                    found.append(stored_digests(piece.data, piece.rows, names, bar.update))
-                    continue
-                digests = np.zeros(len(piece.rows), np.uint64)
-                for n, row in enumerate(_examples(piece, stored, names)):
-                    digests[n] = _digest(row, names)
-                    bar.update()
-                found.append(digests)
-        return np.concatenate(found)
+            rows = (row for piece in pieces for row in _examples(piece, stored, names, decode))
+            for n, row in enumerate(rows):
+                digests[n] = _digest(row, names)
+                bar.update()
+        return digests
 
 
 @dataclass
@@ -156,18 +147,22 @@ def _pieces(data: Any, rows: Numbers, at: Numbers) -> Iterator[_Piece]:
 
 def _stored_alike(pieces: Sequence[_Piece], names: Sequence[Any]) -> bool:
     """Return whether all pieces have stored columns of these names, each of one type."""
-    if not all(is_stored(piece.data) for piece in pieces):
+    if not all(hasattr(piece.data, "select_columns") for piece in pieces):
         return False
     kinds = [[type(piece.data.features.get(name)) for name in names] for piece in pieces]
     return all(kind == kinds[0] for kind in kinds)
 
 
 def _examples(
-    piece: _Piece, stored: bool, names: list[Any] | None = None
+    piece: _Piece, stored: bool, names: list[Any] | None = None, decode: bool = False
 ) -> Iterator[Mapping[Any, Any]]:
     """Yield rows by name; if ``stored``, a ``datasets.Dataset`` gives its columns untransformed.
 
-    Images are decoded only if names are given.
+    Args:
+        piece: the rows.
+        stored: whether to read columns as they are stored.
+        names: the columns that are read; all if None.
+        decode: whether to decode the images of stored columns.
     """
     data = piece.data
     if stored and hasattr(data, "select_columns"):
@@ -175,7 +170,7 @@ def _examples(
         data = data if names is None else data.select_columns(names)
         for name, kind in data.features.items():
             image = type(kind).__name__ == "Image"  # others are sounds and films
-            if getattr(kind, "decode", False) and not (image and names):
+            if getattr(kind, "decode", False) and not (image and decode):
                 data = data.cast_column(name, replace(kind, decode=False))
         data = data.select(piece.rows)
         for start in range(0, len(data), _READ):
@@ -207,18 +202,21 @@ def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[A
 
 def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
     """Return a hash of 64 bits of the values of a row under these names; 0 if there are none."""
-    held = [_canonical(row.get(name)) for name in names]
-    digest = blake2b(repr(held).encode(), digest_size=8).digest()
-    return int.from_bytes(digest) if any(held) else 0
+    held = tuple(_canonical(row.get(name)) for name in names)
+    return hash(held) if any(held) else 0
 
 
 def _canonical(value: Any) -> Any:
-    """Return a value in a form that does not depend on its library; None if it is empty."""
+    """Return a hashable value that does not depend on a library; None if the value is empty."""
     if isinstance(value, str | bytes | None):
         return value or None
     if isinstance(value, Mapping):
-        items = {str(key): _canonical(value[key]) for key in sorted(value, key=str)}
-        return {key: item for key, item in items.items() if item is not None} or None
+        if value.keys() == {"bytes", "path"}:  # an image or a sound as it is stored
+            return _content_of_file(value["bytes"], value["path"])
+        items = ((str(key), _canonical(value[key])) for key in sorted(value, key=str))
+        return tuple(item for item in items if item[1] is not None) or None
+    if isinstance(value, list) and {*map(type, value)} == {int}:
+        return tuple(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value  # NumPy has no bfloat16
@@ -228,13 +226,25 @@ def _canonical(value: Any) -> Any:
         array = np.asarray(None)
     if array.dtype.kind in "bui":
         array = array.astype(np.int64)
+        if array.ndim == 1:
+            return tuple(array.tolist()) or None
     elif array.dtype.kind == "f":
         with np.errstate(over="ignore"):
-            array = array.astype(np.float32)
+            array = np.nan_to_num(array.astype(np.float32), nan=-np.inf)  # NaN is equal to nothing
     elif isinstance(value, list | tuple) or array.ndim:
-        return [_canonical(item) for item in value] or None
+        return tuple(_canonical(item) for item in value) or None
     else:
-        return value
+        return repr(value)
     if array.ndim == 0:
         return array.item()
-    return (array.shape, blake2b(array.tobytes()).digest()) if array.size else None
+    return (array.shape, array.tobytes()) if array.size else None
+
+
+def _content_of_file(content: bytes | None, path: str | None) -> bytes | str | None:
+    """Return the bytes of a file; its path, if it is not stored here."""
+    if content is None and path is not None:
+        try:
+            return Path(path).read_bytes()
+        except OSError:  # an address, say
+            return path
+    return content
