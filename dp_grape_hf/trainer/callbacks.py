@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -12,21 +13,14 @@ from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.arguments import PrivacySpent
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.ledger import Mechanism
 from dp_grape_hf.mechanism import Window
 
 logger = logging.getLogger(__name__)
 
 PRIVATE_LOGS = {
-    *("epsilon", "learning_rate", "epoch", "step"),
-    "grad_norm",
-    *(
-        "signal",
-        "signal_body",
-        "signal_head",
-        "noise",
-        "noise_body",
-        "noise_head",
-    ),  # functions of releases
+    *("epsilon", "learning_rate", "epoch", "step", "grad_norm"),
+    *(f"{name}{of}" for name in ("signal", "noise") for of in ("", "_body", "_head")),
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
 """Keys that a private run may log, besides metrics of evaluation data."""
@@ -133,6 +127,11 @@ class StopAtBudget(TrainerCallback):
             control.should_log = True
 
 
+_ENOUGH = 6  # windows
+_CLEAR = 2.0  # standard deviations
+_GREW = 1.5  # later signal divided by the first: a run that diverged had 1.9, others 0.4
+
+
 def grown(signals: Sequence[float], sampled: float) -> float:
     """Return the later signals of a run divided by the first; 0 if this is not known.
 
@@ -151,11 +150,6 @@ def grown(signals: Sequence[float], sampled: float) -> float:
     return fmean(later) / signals[0]
 
 
-_ENOUGH = 6  # windows
-_CLEAR = 2.0  # standard deviations
-_GREW = 1.5  # later signal divided by the first: a run that diverged had 1.9, others 0.4
-
-
 class WarnOfDivergence(TrainerCallback):
     """Callback that warns once if the signal in the private updates grows.
 
@@ -163,26 +157,25 @@ class WarnOfDivergence(TrainerCallback):
 
     Args:
         windows: returns the updates between two log lines, summarised, for each pair of lines.
-        sampled: returns the norm that sampling alone can give to the mean of that many updates.
+        mechanism: returns the mechanism of the run.
     """
 
     def __init__(
-        self, windows: Callable[[], Sequence[Window]], sampled: Callable[[int], float]
+        self, windows: Callable[[], Sequence[Window]], mechanism: Callable[[], Mechanism]
     ) -> None:
-        self._windows, self._sampled, self._warned = windows, sampled, False
+        self._windows, self._mechanism, self._warned = windows, mechanism, False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the later windows of the run with the first."""
-        if self._warned or not args.private:
-            return
-        windows = self._windows()
+        windows = self._windows() if args.private and not self._warned else []
         if len(windows) < _ENOUGH:
             return
-        sampled = self._sampled(windows[-1].releases)
+        own = self._mechanism()
+        averaged = max(windows[-1].releases, 1) * own.expected_batch_size  # gradients
+        sampled = own.max_grad_norm / math.sqrt(averaged)
         for group in ("body", "head", ""):
             signals = [w.strengths[group].signal for w in windows if group in w.strengths]
-            times = grown(signals, sampled)
-            if times > _GREW:
+            if (times := grown(signals, sampled)) > _GREW:
                 self._warned = True
                 logger.warning(
                     "Training seems to diverge: the signal in the private updates%s is %.2g times "
@@ -220,13 +213,13 @@ class PrivacyProgress(ProgressCallback):
         """Store the logged signal and noise for the progress bar."""
         if logs and "noise" in logs:
             groups = [g for g in ("_head", "_body") if f"noise{g}" in logs] or [""]
-            shown = {g: logs[f"signal{g}"] for g in groups if f"signal{g}" in logs}
-            self._strength = ", signal/noise " + " ".join(
-                f"{g.removeprefix('_')} {shown[g]:.2g}/{logs[f'noise{g}']:.2g}".strip()
-                for g in shown
-            )
-            if not shown:
-                self._strength = ", signal not measurable yet"
+            shown = [
+                f"{g[1:]} {logs[f'signal{g}']:.2g}/{logs[f'noise{g}']:.2g}".strip()
+                for g in groups
+                if f"signal{g}" in logs
+            ]
+            strengths = f"signal/noise {' '.join(shown)}" if shown else "signal not measurable yet"
+            self._strength = f", {strengths}"
         super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

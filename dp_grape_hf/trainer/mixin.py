@@ -288,25 +288,24 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
-        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        handler = self.callback_handler
+        refuse_early_stopping(handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
         epochs = CountEpochs(lambda: expected_steps_per_epoch(me.plan.mechanism.sample_rate))
-        self.callback_handler.callbacks.insert(0, epochs)
+        handler.callbacks.insert(0, epochs)
         if self.args.private:
-            self.callback_handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
-        if any(type(c) is ProgressCallback for c in self.callback_handler.callbacks):
+            handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
+        if any(type(c) is ProgressCallback for c in handler.callbacks):
             self.remove_callback(ProgressCallback)
-            self.add_callback(
-                PrivacyProgress(lambda: me.privacy_spent(), lambda: me._table() * me.args.chooses)
-            )
-        for table in filter(is_of_notebooks, [*self.callback_handler.callbacks]):
+            self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._table()))
+        for table in filter(is_of_notebooks, [*handler.callbacks]):
             from dp_grape_hf.trainer.notebook import PrivacyNotebookProgress  # needs IPython
 
             self.remove_callback(table)
             self.add_callback(PrivacyNotebookProgress())
         self.add_callback(StopAtBudget(lambda: me.releases_left()))
         self.add_callback(
-            WarnOfDivergence(lambda: me.private_run.signal.windows, lambda n: me._sampled(n))
+            WarnOfDivergence(lambda: me.private_run.signal.windows, lambda: me.plan.mechanism)
         )
 
     @property
@@ -460,7 +459,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 f"method={self.args.method!r} has no learning rates to choose, or the model cannot "
                 "be run on synthetic inputs. Pass public_dataset=, whose examples it can read."
             )
-        return self._table() + "".join(f"\n{warning}\n" for warning in self._rate_warnings())
+        table = table_of(self.rates, self.private_run, self.plan, self._parts)
+        return table + "".join(f"\n{warning}\n" for warning in self._rate_warnings())
 
     def _choose_rates(self) -> None:
         """Choose learning rates by the noise of the run, or measure the noise at given ones."""
@@ -483,8 +483,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         return [*at_first, *rate_warnings(self.rates, chosen=self.args.chooses)]
 
     def _table(self) -> str:
-        """Return the table of the choices, and of the effect of noise; empty without rates."""
-        if self.rates is None:
+        """Return the table shown before the first step; empty if nothing was chosen."""
+        if not self.args.chooses or self.rates is None:
             return ""
         return table_of(self.rates, self.private_run, self.plan, self._parts)
 
@@ -994,12 +994,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if shown is not logs:  # the host returns ``logs`` as metrics
             logs.clear()
             logs.update(shown)
-
-    def _sampled(self, releases: int) -> float:
-        """Return the norm that sampling alone can give to the mean of that many updates."""
-        mechanism = self.plan.mechanism
-        size = max(releases, 1) * mechanism.expected_batch_size
-        return mechanism.max_grad_norm / math.sqrt(size)
 
     def floating_point_ops(self, inputs: LogicalBatch) -> int:  # type: ignore[override]
         """Return 0 in a run with noise, because the count reveals the sizes of sampled batches."""
