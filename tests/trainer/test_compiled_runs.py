@@ -12,6 +12,7 @@ from tests.support.trainers import EXACT, examples_of, make_trainer
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tracer's
 
 
+@pytest.mark.slow
 def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path: Path) -> None:
     """The batches of a physical size are padded to it, and evaluation is not compiled."""
     case, found = only("roberta-classifier"), []

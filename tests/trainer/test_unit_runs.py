@@ -13,7 +13,6 @@ from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import UnitEngine
 from dp_grape_hf.mechanism import Streams
 from tests.support.trainers import (
-    OWNERS,
     SIZES,
     Examples,
     RecordingTrainer,
@@ -25,7 +24,6 @@ from tests.support.trainers import (
     points,
     spy_releases,
     tiny,
-    weights_of,
 )
 
 OWNED = {
@@ -142,61 +140,7 @@ def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
     assert any(trainer.draws)
 
 
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
-    """One epoch, from the same coins: the draws before the checkpoint are made and skipped."""
-    settings: dict[str, Any] = OWNED | {
-        "train_dataset": owned(),
-        "expected_batch_size": len(SIZES) / 4,
-        "max_examples_per_unit": 2,
-        "noise_multiplier": 0,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "cls": RecordingTrainer,
-    }
-
-    def run(folder: str, *callbacks: Any, resume: bool = False) -> Any:
-        generators, callbacks = Streams.seeded(), list(callbacks)
-        trainer = make_trainer(
-            tmp_path / folder, known_streams=generators, callbacks=callbacks, **settings
-        )
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer
-
-    whole, stopped = run("whole"), run("parts", Watch(stop_at=2))
-    resumed = run("parts", resume=True)
-    assert resumed.ledger.steps == whole.ledger.steps == 4
-    assert stopped.draws + resumed.draws == whole.draws
-    assert any(resumed.draws)
-    assert_same_weights(weights_of(resumed.model), weights_of(whole.model))
-
-
 # ---- The column ----
-
-
-@pytest.mark.parametrize(
-    ("remove_unused_columns", "as_dataset", "workers"), [(True, True, 1), (False, False, 0)]
-)
-def test_neither_collator_nor_model_sees_the_column(
-    remove_unused_columns: bool, as_dataset: bool, workers: int, tmp_path: Path
-) -> None:
-    """Text would be passed over by the default collator, numbers would reach the model."""
-    owners = [int(owner[1:]) for owner in OWNERS]
-    rows = [{"x": r["x"].tolist(), "labels": 1, "user": r["user"]} for r in owned(owners).examples]
-
-    def collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
-        assert {*examples[0]} == {"x", "labels"}
-        return {name: torch.tensor([e[name] for e in examples]) for name in ("x", "labels")}
-
-    trainer, _ = _run(
-        tmp_path,
-        train_dataset=datasets.Dataset.from_list(rows) if as_dataset else Examples(rows),
-        data_collator=collate,
-        remove_unused_columns=remove_unused_columns,
-        dataloader_num_workers=workers,
-        max_steps=2,
-    )
-    assert trainer.ledger.steps == 2
 
 
 @pytest.mark.parametrize(
@@ -256,22 +200,3 @@ def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
     """It would give the row of a longer companion for that of an example."""
     with pytest.raises(PrivacyError, match="keeps their order"):
         _run(tmp_path, data_collator=_sorted)
-
-
-@pytest.mark.slow
-def test_a_transform_cannot_move_rows_between_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    releases = spy_releases(monkeypatch)
-    rows = [
-        {"user": row["user"], "x": row["x"].tolist(), "labels": int(row["labels"])}
-        for row in owned().examples
-    ]
-
-    def backwards(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        return {name: values[::-1] for name, values in batch.items()}
-
-    for transform in (lambda batch: batch, backwards):
-        data = datasets.Dataset.from_list(rows).with_transform(transform)
-        _run(tmp_path, train_dataset=data, remove_unused_columns=False, max_steps=1)
-    assert_same_weights(releases[1], releases[0], atol=1e-6, rtol=1e-5)
