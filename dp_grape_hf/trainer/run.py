@@ -276,7 +276,7 @@ class PrivateRun:
         assert self.args.update_rule is not None
         if 2 in UPDATE_RULES[self.args.update_rule].moments.values():
             return 1
-        placed = {} if self.schedule is None else self.schedule.placements
+        placed = self._placements
         numbers = sum(
             p.numel() * (placed[n].rank / placed[n].rows if n in placed else 1)
             for n, p in self.trainable.items()
@@ -292,8 +292,11 @@ class PrivateRun:
     @property
     def ranks(self) -> dict[str, int]:
         """Parameter name -> r, of the weights that are projected at capture."""
-        placed = {} if self.schedule is None else self.schedule.placements
-        return {name: place.rank for name, place in placed.items()}
+        return {name: place.rank for name, place in self._placements.items()}
+
+    @property
+    def _placements(self) -> Mapping[str, Any]:
+        return {} if self.schedule is None else self.schedule.placements
 
     def abandon(self) -> None:
         """Drop the logical batch after an error, and let the other processes fail as well."""
@@ -465,14 +468,10 @@ def _per_sample(
             )
         return engine
     if args.torch_compile:
-        options = options | {"compilation": _compilation(args)}
+        rows = args.per_device_train_batch_size
+        how = Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
+        options = options | {"compilation": how}
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
-
-
-def _compilation(args: DPGrapeArguments) -> Compilation:
-    """Return how the model is compiled."""
-    rows = args.per_device_train_batch_size
-    return Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
 
 
 def _optimizer(args: DPGrapeArguments) -> OptimizerAndOptions:
@@ -651,22 +650,21 @@ def scale_rates(
         chosen: whether the package chose the factors. A saved state may then have other factors,
             which are used.
     """
-    groups, count = [], 0
+    every = (p for group in optimizer.param_groups for p in group["params"])
+    number_of = {p: number for number, p in enumerate(every)}
+    groups = []
     for group in optimizer.param_groups:
-        numbered = list(enumerate(group["params"], count))
-        count += len(numbered)
+        by_factor: dict[float, list[nn.Parameter]] = {}
+        for p in group["params"]:
+            by_factor.setdefault(factor_of.get(p, 1.0), []).append(p)
         # The first group has factor 1, because its learning rate is logged.
-        factors = sorted({factor_of.get(p, 1.0) for _, p in numbered} or {1.0}, key=_one_first)
-        for factor in factors:
-            members = [(n, p) for n, p in numbered if factor_of.get(p, 1.0) == factor]
-            scaled = {"lr": group["lr"] * factor, "params": [p for _, p in members]}
-            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: [n for n, _ in members]})
+        for factor in sorted(by_factor or {1.0}, key=lambda factor: (factor != 1, factor)):
+            members = by_factor.get(factor, [])
+            scaled = {"lr": group["lr"] * factor, "params": members}
+            numbers = [number_of[p] for p in members]
+            groups.append({**group, **scaled, _FACTOR: factor, _NUMBERS: numbers})
     optimizer.param_groups[:] = groups
     optimizer.register_load_state_dict_pre_hook(partial(_require_same_factors, chosen=chosen))
-
-
-def _one_first(factor: float) -> tuple[bool, float]:
-    return factor != 1, factor
 
 
 def _require_same_factors(
@@ -677,12 +675,14 @@ def _require_same_factors(
     Raises:
         PrivacyError: the state was saved with other ``learning_rate_factors``.
     """
-    ours = [(group[_FACTOR], group[_NUMBERS]) for group in optimizer.param_groups]
-    theirs = [(group.get(_FACTOR, 1.0), group.get(_NUMBERS)) for group in state["param_groups"]]
-    if chosen:
-        ours, theirs = ([(0.0, numbers) for _, numbers in groups] for groups in (ours, theirs))
-    if all(numbers is None for _, numbers in theirs):  # saved by an older version
-        ours, theirs = ([(factor, None) for factor, _ in groups] for groups in (ours, theirs))
+    numbered = any(_NUMBERS in group for group in state["param_groups"])  # older versions: none
+    ours, theirs = (
+        [
+            (0.0 if chosen else group.get(_FACTOR, 1.0), group.get(_NUMBERS) if numbered else None)
+            for group in groups
+        ]
+        for groups in (optimizer.param_groups, state["param_groups"])
+    )
     if ours != theirs:
         made, saved = ([(f, len(n or ())) for f, n in groups] for groups in (ours, theirs))
         raise PrivacyError(
