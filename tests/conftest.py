@@ -52,6 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             if item.get_closest_marker("slow"):
                 first.add(item.path)
     items.sort(key=lambda item: item.path not in first)
+    gc.freeze()  # what the tests imported
 
 
 @pytest.fixture(autouse=True)
