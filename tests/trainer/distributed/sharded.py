@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, auditing
+from dp_grape_hf import DPGrapeTrainer
 from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.optimizers import projected
@@ -211,27 +211,6 @@ def autocast(folder: Path) -> Any:
     ]
 
 
-class Table(nn.Module):
-    """A table of the audited model, as a layer."""
-
-    def __init__(self, canaries: int, width: int) -> None:
-        super().__init__()
-        self.table = nn.Embedding(canaries, width)
-
-    def forward(self, canary: Tensor) -> Tensor:
-        return self.table(canary)  # type: ignore[no-any-return]
-
-
-class CanaryModel(auditing.CanaryModel):
-    """The audited model, with layers to shard."""
-
-    def __init__(self, canaries: int, tables: int) -> None:
-        super().__init__(canaries, 0)
-        self.tables = nn.ModuleList(Table(canaries, auditing._WIDTH) for _ in range(tables))
-        for weight in self.parameters():
-            nn.init.zeros_(weight)
-
-
 def rounded(folder: Path) -> Any:
     """Trains 16-bit weights, in blocks of few rows."""
     found = []
@@ -241,17 +220,6 @@ def rounded(folder: Path) -> Any:
             name = f"rounded-{sharded}"
             found.append(trained(folder / name, "opt", sharded=sharded, **changes)["weights"][-1])
     return found
-
-
-def audited(folder: Path) -> Any:
-    """Audits a run with sharded weights and little noise; all processes toss the same coins."""
-    layers = {"fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["Table"]}}
-    arguments = partial(DPGrapeTrainingArguments, **SHARDED | layers)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auditing, "CanaryModel", CanaryModel)
-        patch.setattr(auditing, "DPGrapeTrainingArguments", arguments)
-        patch.setattr(auditing, "secret_generator", lambda: torch.Generator().manual_seed(3))
-        return auditing.audit(auditing.AuditSettings(noise_multiplier=1.0, canaries=1000, steps=2))
 
 
 def bytes_of_a_step(folder: Path) -> Any:
@@ -291,7 +259,7 @@ def broken_data(folder: Path) -> Any:
 SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
     "two": [
         *(run.named(equal, name) for name in IN_TWO),
-        *(adapter, loaded_by_the_first, autocast, rounded, spread, audited, save, resume),
+        *(adapter, loaded_by_the_first, autocast, rounded, spread, save, resume),
         *(bytes_of_a_step, broken_data),
     ],
     "three": [run.named(equal, "llama, uneven"), resume],

@@ -132,13 +132,6 @@ def test_autocast_computes_what_it_does_without(two: Any) -> None:
             assert_same_weights(ours, theirs, **TOLERANCE)
 
 
-def test_a_run_with_sharded_weights_is_audited(two: Any) -> None:
-    """The attack works, as the noise is small, and does not refute the claim."""
-    for result in results(two, "audited"):
-        assert result.passed
-        assert result.lower_bound > 0.5
-
-
 # ---- Checkpoints ----
 
 
