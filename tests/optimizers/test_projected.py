@@ -138,23 +138,6 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
 # ---- State ----
 
 
-def test_moments_of_bfloat16_weights_stay_float32_when_loaded() -> None:
-    weights = parameters(torch.bfloat16)
-    optimizer = ProjectedAdam(weights.values())
-    step(optimizer, weights, 0, draw(0))
-    fresh = parameters(torch.bfloat16)
-    loaded = ProjectedAdam(fresh.values())
-    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    for name, weight in weights.items():
-        assert weight.dtype is fresh[name].dtype is torch.bfloat16
-        for key in ("exp_avg", "exp_avg_sq"):
-            moment = optimizer.state[weight][key]
-            assert moment.dtype is torch.float32
-            assert not torch.equal(moment, moment.bfloat16().float())
-            assert torch.equal(loaded.state[fresh[name]][key], moment)
-            assert loaded.state[fresh[name]][key].dtype is torch.float32
-
-
 def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
     weights, fresh = parameters(), parameters()
     optimizer, loaded = ProjectedAdam(weights.values()), ProjectedAdam(fresh.values())
