@@ -16,6 +16,7 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
+from transformers.trainer_utils import SchedulerType
 
 from dp_grape_hf import DPGrapeTrainingArguments, PrivacySpent
 from dp_grape_hf.arguments import DPGrapeArguments
@@ -34,7 +35,7 @@ def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
     options = [f.name for f in fields(DPGrapeArguments)]
     if isinstance(args, PaperArguments):
         options += OPTIONS
-    scheduler = {"lr_scheduler_type": args.lr_scheduler_type.value}
+    scheduler = {"lr_scheduler_type": SchedulerType(args.lr_scheduler_type).value}
     return {name: getattr(args, name) for name in (*options, *names)} | scheduler
 
 

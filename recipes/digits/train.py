@@ -70,7 +70,7 @@ def main(script_args: DigitsArguments, args: DPGrapeTrainingArguments) -> dict[s
         "seconds": round(seconds, 2),
         "parameters": sum(p.numel() for p in loaded.parameters()),
         "state_bytes": trainer.optimizer.optimizer.state_bytes(),
-        "settings": asdict(script_args) | recorded(args),
+        "settings": asdict(script_args) | recorded(trainer.args),
         "versions": versions(),
         "checkpoint": args.output_dir,
     }

@@ -206,9 +206,8 @@ def run(family: Family, script: Any, args: DPGrapeTrainingArguments) -> dict[str
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    spent = None
+    spent, chosen = None, {}
     model: nn.Module = experiment.model
-
     if not script.zero_shot:
         trainer = DPGrapeTrainer(
             model,
@@ -223,6 +222,7 @@ def run(family: Family, script: Any, args: DPGrapeTrainingArguments) -> dict[str
         stopped = any(folder.glob("checkpoint-*"))  # as it has no result, it did not end
         trainer.train(resume_from_checkpoint=args.resume_from_checkpoint or stopped)
         spent, model = spent_as_json(trainer.privacy_spent()), trainer.model
+        chosen = trainer.args.chosen_options
     seconds, peak = time.perf_counter() - start, peak_memory()  # of the training
     if script.save_model:
         trainer.save_model()
@@ -234,6 +234,7 @@ def run(family: Family, script: Any, args: DPGrapeTrainingArguments) -> dict[str
         "family": family.name,
         "script": {k: v for k, v in asdict(script).items() if k != "result_dir"},
         "settings": recorded(args),
+        "chosen": chosen,  # options that the run chose, which are empty in the settings
         "metrics": metrics,
         "curve": curve.points,
         "privacy": spent,

@@ -99,9 +99,10 @@ def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, An
     real_texts(script, script.test_split)  # its errors come before the training
     source = Path(script.model_name_or_path)
     if script.train:
-        source = Path(args.output_dir)
-        if not train(script, args).is_world_process_zero():
+        source, trainer = Path(args.output_dir), train(script, args)
+        if not trainer.is_world_process_zero():
             return {}
+        args = trainer.args  # with the options that the run chose
     ledger = source / LEDGER_NAME
     generated = generate(script, args, source)
     kept, counts = filtered(generated, script)

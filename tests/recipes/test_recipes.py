@@ -44,6 +44,7 @@ def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any
     assert results["privacy"]["epsilon"] <= 8.0
     assert results["privacy"]["delta"] == ledger.mechanism.target_delta == 1e-5
     assert results["privacy"]["adjacency"] == ledger.mechanism.adjacency
+    assert results["settings"]["update_rule"]  # as chosen
     assert json.loads((folder / "results.json").read_text(encoding="utf-8")) == results
     assert re.search(r"(?m)^epsilon spent +\d\.\d+ at delta 1e-05$", digits.report(results))
 
