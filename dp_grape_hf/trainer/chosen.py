@@ -158,7 +158,8 @@ def choose_parts(
                 averaged = average_at_first(model, last.module, first)
             else:  # the last layer would not be saved
                 reads_first = is_new_at_first(model, last.module, first)
-            head = clipped_apart(model, last.name) if last.is_head else None
+            together = not last.is_head or args.gradient_factors is not None
+            head = None if together else clipped_apart(model, last.name)
             return Parts(
                 pretrained, frozen, averaged, head, reads_first=reads_first, has_head=last.is_head
             )

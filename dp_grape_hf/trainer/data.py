@@ -232,34 +232,40 @@ class HeldOut:
             return
         datasets = dataset if isinstance(dataset, dict) else {None: dataset}
         for name, held in datasets.items():
+            if isinstance(held, IterableDataset) or not hasattr(held, "__len__"):
+                continue
             called = what if name is None else f"{what}[{name!r}]"
             for data in training_data:
-                self._require_disjoint(held, data, args, called)
+                known = any(held is h and data is d for h, d in self._disjoint)
+                if data is not None and not known:
+                    _refuse_shared(self._rows_of(data, args), held, called)
+                    self._disjoint.append((held, data))
 
-    def _require_disjoint(self, held: Any, data: Any, args: DPGrapeArguments, what: str) -> None:
-        if data is None or any(held is h and data is d for h, d in self._disjoint):
-            return
-        if isinstance(held, IterableDataset) or not hasattr(held, "__len__"):
-            return
-        rows = next((rows for rows in self._training if rows.data is data), None)
-        if rows is None:
-            rows = TrainingRows(data, args)
-            self._training.append(rows)
-        if len(shared := rows.shared_with(held, what)):
-            finding = (
-                f"{what} has training rows: {len(shared)} of its {len(held)} rows are in "
-                f"train_dataset, too; the first is {what}[{shared[0]}]. Metrics of these "
-                "rows are not covered by epsilon: they are logged without noise. "
-            )
-            if len(shared) > _COINCIDENCE * len(held) or len(rows.elements_of(held)):
-                raise PrivacyError(
-                    f"{finding}Remove these rows from one of the two data sets, or set "
-                    "eval_data_is_public=True, which declares that the evaluation data need no "
-                    "protection."
-                )
-            logger.warning(
-                "%sIf they are different records with the same contents, nothing is wrong. "
-                "Otherwise remove them from one of the two data sets.",
-                finding,
-            )
-        self._disjoint.append((held, data))
+    def _rows_of(self, data: Any, args: DPGrapeArguments) -> TrainingRows:
+        for rows in self._training:
+            if rows.data is data:
+                return rows
+        self._training.append(TrainingRows(data, args))
+        return self._training[-1]
+
+
+def _refuse_shared(rows: TrainingRows, held: Any, what: str) -> None:
+    """Refuse evaluation data with training rows, or warn if they may be equal by chance."""
+    shared = rows.shared_with(held, what)
+    if not len(shared):
+        return
+    finding = (
+        f"{what} has training rows: {len(shared)} of its {len(held)} rows are in train_dataset, "
+        f"too; the first is {what}[{shared[0]}]. Metrics of these rows are not covered by "
+        "epsilon: they are logged without noise. "
+    )
+    if len(shared) > _COINCIDENCE * len(held) or len(rows.elements_of(held)):
+        raise PrivacyError(
+            f"{finding}Remove these rows from one of the two data sets, or set "
+            "eval_data_is_public=True, which declares that the evaluation data need no protection."
+        )
+    logger.warning(
+        "%sIf they are different records with the same contents, nothing is wrong. Otherwise "
+        "remove them from one of the two data sets.",
+        finding,
+    )

@@ -310,10 +310,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     @property
     def _clipped_apart(self) -> str | None:
-        """The module with a separate clipping bound; None if you pass ``gradient_factors``."""
-        if self._parts is None or self.args.gradient_factors is not None:
-            return None
-        return self._parts.clipped_apart
+        """The module with a separate clipping bound, if any."""
+        return None if self._parts is None else self._parts.clipped_apart
 
     def _make_plan(self) -> None:
         """Make the plan of a run with the present parts; it may choose the batch size."""
