@@ -46,6 +46,7 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import RewardLoss, loss_for
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.projections import on_inputs
+from tests.support.marks import slow_but
 from tests.support.trainers import Examples
 
 WORDS, WIDTH = 50, 16
@@ -352,7 +353,7 @@ WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(("as it comes", "LoRA", "BitFit"), WAYS))
 def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way: str, tmp_path: Path) -> None:
     make, changes = WAYS[way]
     rates, limits = [], []

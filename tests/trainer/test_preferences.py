@@ -14,6 +14,7 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import PREFERENCES, functions, make_engine
 from dp_grape_hf.gradients.losses.pairs import by_halves, side_by_side
 from tests.models.matrix import dense, projectors_for
+from tests.support.marks import slow_but
 from tests.support.oracles import relative_error
 from tests.support.sft import on_pairs, pairs, send_nothing
 
@@ -115,7 +116,9 @@ def test_a_wrong_rule_is_found_despite_pairs_of_equal_texts(
     assert trainer.ledger.steps == 0
 
 
-@pytest.mark.parametrize("losses", [*PREFERENCES, "sigmoid sft"])
+@pytest.mark.parametrize(
+    "losses", slow_but(("robust", "apo_zero", "sigmoid sft"), [*PREFERENCES, "sigmoid sft"])
+)
 def test_every_loss_is_that_of_trl_for_each_pair(losses: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
     settings["loss_weights"] = [0.5, 2.0] if " " in losses else None

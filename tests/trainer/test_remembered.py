@@ -52,6 +52,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 BOTH = ["principal_directions", "measure"]
+SLOW = pytest.mark.slow
 
 
 def begun(folder: Path, model: Any = None, **changes: Any) -> Any:
@@ -141,15 +142,15 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(_changes_weights, BOTH, id="weight"),
         *(
-            pytest.param(lambda model, _, change=change: change(model), BOTH, id=name)
+            pytest.param(lambda model, _, change=change: change(model), BOTH, id=name, marks=SLOW)
             for name, change in OTHER_MODELS.items()
         ),
-        pytest.param(_option(projection_seed=1), BOTH, id="seed"),
+        pytest.param(_option(projection_seed=1), BOTH, id="seed", marks=SLOW),
         pytest.param(_option(projection_rank=2), BOTH, id="rank"),
         pytest.param(_option(eps=4.0), BOTH[1:], id="epsilon"),
-        pytest.param(_option(num_train_epochs=3), BOTH[1:], id="steps"),
-        pytest.param(_option(num_samples=70), BOTH[1:], id="N"),
-        pytest.param(_option(warmup_steps=2), BOTH[1:], id="schedule"),
+        pytest.param(_option(num_train_epochs=3), BOTH[1:], id="steps", marks=SLOW),
+        pytest.param(_option(num_samples=70), BOTH[1:], id="N", marks=SLOW),
+        pytest.param(_option(warmup_steps=2), BOTH[1:], id="schedule", marks=SLOW),
         pytest.param(_option(learning_rate_factors={"classifier": 2.0}), BOTH[1:], id="factors"),
         pytest.param(_option(), [], id="nothing"),
     ],
