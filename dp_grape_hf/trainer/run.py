@@ -151,7 +151,7 @@ class PrivateRun:
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
-        self._places: tuple[Any, Any] | None = None  # places of the layout, by name and by weight
+        self._places: tuple[Any, Any] = None, {}  # places of the layout, by name and by weight
         self.idle: Inputs | None = None
 
     def examine(self, number: int, batch: Inputs, size: int) -> None:
@@ -347,9 +347,9 @@ class PrivateRun:
             missing = most_of_any(len(batch), loss.device) - len(batch)
         for physical in batch:
             loss += self.mechanism.accumulate(prepare(physical)).sum()
-        for _ in range(missing):
-            self._keep_in_step()
         if self.idle is not None:
+            for _ in range(missing):  # as often as the other processes; the results are discarded
+                self._checked_engine(self.idle, self.projectors)
             reshard(self.model)
         with observer.phase(RELEASE):
             private_grads = self.mechanism.release()
@@ -359,12 +359,7 @@ class PrivateRun:
             self._hand_over(number, private_grads)
         return Outcome(norm, loss)
 
-    def _keep_in_step(self) -> None:
-        """Run the model as often as for a physical batch, and discard the results."""
-        assert self.idle is not None
-        self._checked_engine(self.idle, self.projectors)
-
-    def _hand_over(self, number: int, private_grads: Mapping[str, Tensor]) -> None:
+    def _hand_over(self, number: int, private_grads: FlatTensors) -> None:
         """Pass the private update to the optimizer.
 
         Guarantee:
@@ -374,18 +369,13 @@ class PrivateRun:
             self.update.hand_over(self.optimizer, number, private_grads)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
-        projectors, weights = self.projectors, self.trainable
-        flat = places = None
-        if isinstance(private_grads, FlatTensors) and private_grads.layout is not None:
-            flat, layout = private_grads.flat, private_grads.layout
-            if self._places is None or self._places[0] != layout.places:
-                by_weight = {weights[name]: place for name, place in layout.places.items()}
-                self._places = layout.places, by_weight
-            private_grads, places = private_grads.others, self._places[1]
+        weights, places = self.trainable, private_grads.layout.places
+        if self._places[0] is not places:
+            self._places = places, {weights[name]: place for name, place in places.items()}
         self.optimizer.receive(
-            {weights[name]: gradient for name, gradient in private_grads.items()},
-            {weights[name]: projector for name, projector in projectors.items()},
-            *(flat, places),
+            {weights[name]: gradient for name, gradient in private_grads.others.items()},
+            {weights[name]: projector for name, projector in self.projectors.items()},
+            *(private_grads.flat, self._places[1]),
         )
 
     # ---- Updates stored separately ----
