@@ -62,6 +62,7 @@ from dp_grape_hf.gradients import (
     with_three_arguments,
 )
 from dp_grape_hf.ledger import (
+    LEDGER_NAME,
     Ledger,
     find_earlier,
     note_provenance,
@@ -661,10 +662,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
         Otherwise ``_refuse_early`` refuses it when training starts.
         """
-        folder, args = Path(str(self.args.output_dir)), self.args
-        resumes = args.resume_from_checkpoint or any(folder.glob("checkpoint-*"))
-        if args.do_train and self.train_dataset is not None and not resumes:
-            from_first(lambda: refuse_used_folder(args, find_earlier(self.model, args)))
+        args, folder = self.args, Path(str(self.args.output_dir))
+
+        def refuse() -> None:
+            if (folder / LEDGER_NAME).is_file() and not any(folder.glob("checkpoint-*")):
+                refuse_used_folder(args, find_earlier(self.model, args))
+
+        if args.do_train and self.train_dataset is not None and not args.resume_from_checkpoint:
+            from_first(refuse)
 
     def _run_first_example(self, loss: LossFunction) -> None:
         """Run the first example through collator, model and loss."""

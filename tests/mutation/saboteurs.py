@@ -942,7 +942,7 @@ SABOTEURS = (
         ),
     ),
     Saboteur(
-        "a public data set is known by its fingerprint alone",
+        "rows that two data sets share are not found",
         lambda patch: patch.setattr(overlap.TrainingRows, "shared_with", lambda *_, **__: ()),
         (
             "test_principal_runs.py::test_rows_of_the_training_data_are_not_public",
