@@ -198,13 +198,11 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
         The name of the last layer. None if the head is not new, if it does not read the first
         position of a text encoder, or if the structure of the layers is unknown.
     """
-    body, last = _body(model), None
-    names: tuple[str, ...] = ()
-    if body is not None:
-        last, names = _last_layer(body)
-    if last is None or not names or not is_new_at_first(model, output, batch):
+    body = _body(model)
+    found = [] if body is None else _last_layer(body)
+    if not found or not is_new_at_first(model, output, batch):
         return None
-    query, value, mixed, after, *norms = (last.get_submodule(name) for name in names)
+    last, query, value, mixed, after, *norms = found
     for linear in (query, value, mixed, after):
         for parameter in linear.parameters():
             parameter.zero_()
@@ -245,46 +243,33 @@ def _body(model: Any) -> Any:
 # Parts of a layer: queries, values, output projections of attention and feed-forward, two norms.
 _NAMES = (
     # BERT, RoBERTa, ELECTRA, XLM-RoBERTa, CamemBERT
-    (
-        *("attention.self.query", "attention.self.value", "attention.output.dense", "output.dense"),
-        *("attention.output.LayerNorm", "output.LayerNorm"),
-    ),
+    "attention.self.query attention.self.value attention.output.dense output.dense "
+    "attention.output.LayerNorm output.LayerNorm",
     # DistilBERT
-    (
-        *("attention.q_lin", "attention.v_lin", "attention.out_lin", "ffn.lin2"),
-        *("sa_layer_norm", "output_layer_norm"),
-    ),
+    "attention.q_lin attention.v_lin attention.out_lin ffn.lin2 sa_layer_norm output_layer_norm",
     # MPNet
-    (
-        *("attention.attn.q", "attention.attn.v", "attention.attn.o", "output.dense"),
-        *("attention.LayerNorm", "output.LayerNorm"),
-    ),
+    "attention.attn.q attention.attn.v attention.attn.o output.dense attention.LayerNorm "
+    "output.LayerNorm",
     # DeBERTa
-    (
-        *("attention.self.query_proj", "attention.self.value_proj", "attention.output.dense"),
-        *("output.dense", "attention.output.LayerNorm", "output.LayerNorm"),
-    ),
+    "attention.self.query_proj attention.self.value_proj attention.output.dense output.dense "
+    "attention.output.LayerNorm output.LayerNorm",
 )
 
 
-def _last_layer(body: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the last layer of a text encoder and its part names from ``_NAMES``, if known."""
+def _last_layer(body: Any) -> list[Any]:
+    """Return the last layer of a text encoder, and its parts; empty if the structure is unknown."""
     for stack in (getattr(body, "encoder", None), getattr(body, "transformer", None)):
         layers = getattr(stack, "layer", None)
-        if isinstance(layers, nn.ModuleList) and len(layers) and (names := _names_in(layers[-1])):
-            return layers[-1], names
-    return None, ()
-
-
-def _names_in(layer: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parts of a layer; empty if its structure is unknown."""
-    modules = dict(layer.named_modules())
-    for names in _NAMES:
-        parts = [modules.get(name) for name in names]
-        square = isinstance(parts[2], nn.Linear) and parts[2].in_features == parts[2].out_features
-        if None not in parts and square:
-            return names
-    return ()
+        if not isinstance(layers, nn.ModuleList) or not len(layers):
+            continue
+        modules = dict(layers[-1].named_modules())
+        for names in _NAMES:
+            parts = [modules.get(name) for name in names.split()]
+            mixed = parts[2]
+            square = isinstance(mixed, nn.Linear) and mixed.in_features == mixed.out_features
+            if square and None not in parts:
+                return [layers[-1], *parts]
+    return []
 
 
 def _reads_first(model: Any, body: nn.Module, output: nn.Module, batch: Mapping[str, Any]) -> bool:
