@@ -11,7 +11,7 @@ Shapes: m x n the weight as stored, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,43 +40,40 @@ class LowRankUpdates:
 
     def __init__(self, model: nn.Module, optimizer: ProjectedOptimizer) -> None:
         self._optimizer = optimizer
-        self._weights = dict(model.named_parameters())
-        self._branches: dict[str, _Branch] = {}
-        self._layers: dict[str, nn.Module] = {}
-        self._hooks: dict[str, RemovableHandle] = {}
+        self._kept: dict[str, _Kept] = {}
+        weights = dict(model.named_parameters())
         trained = {weight for group in optimizer.param_groups for weight in group["params"]}
         shared = shared_parameters(model)
         for path, module in model.named_modules():
-            name = f"{path}.weight" if path else "weight"
-            weight = self._weights.get(name)
+            name = f"{path}.weight".lstrip(".")
+            weight = weights.get(name)
             if type(module) not in MATRIX_LAYERS or weight is None or id(weight) in shared:
                 continue
             if weight in trained and is_short(weight):
                 branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
-                self._branches[name], self._layers[name] = branch, module
-                self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
+                hook = module.register_forward_hook(branch, with_kwargs=True)
+                self._kept[name] = _Kept(weight, module, branch, hook)
 
     def __len__(self) -> int:
         """Return how many weights have a branch."""
-        return len(self._branches)
+        return len(self._kept)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the weight of that name has a branch."""
-        return name in self._branches
+        return name in self._kept
 
     @property
     def branches(self) -> dict[nn.Module, _Branch]:
         """The branches by their layers."""
-        return {self._layers[name]: branch for name, branch in self._branches.items()}
+        return {kept.layer: kept.branch for kept in self._kept.values()}
 
     def leave_uncalled(self) -> None:
         """Remove the branches of modules that were not called.
 
         A model may use a weight without calling its module. Then the hook never runs.
         """
-        for name in [n for n, branch in self._branches.items() if not branch.called]:
-            del self._branches[name]
-            self._hooks.pop(name).remove()
+        for name in [n for n, kept in self._kept.items() if not kept.branch.called]:
+            self._kept.pop(name).hook.remove()
 
     def set_projectors(self, projectors: Mapping[str, Projector]) -> None:
         """Set the projectors of a step, and merge updates in the coordinates of earlier ones.
@@ -85,13 +82,11 @@ class LowRankUpdates:
             projectors: parameter name -> projector of the step. While P stays the same, pass the
                 same objects.
         """
-        for name, branch in self._branches.items():
+        for name, (weight, _, branch, _) in self._kept.items():
             if name in projectors:
                 branch.projector = projectors[name]
-                branch.update = self._optimizer.store_separately(
-                    self._weights[name], projectors[name]
-                )
-                branch.rounded = self._optimizer.stored_update(self._weights[name])
+                branch.update = self._optimizer.store_separately(weight, projectors[name])
+                branch.rounded = self._optimizer.stored_update(weight)
 
     def merge_(self) -> None:
         """Merge all updates into the weights with stochastic rounding; the branches then add 0."""
@@ -100,10 +95,18 @@ class LowRankUpdates:
     def remove(self) -> None:
         """Merge all updates, and remove the hooks from the model."""
         self.merge_()
-        for hook in self._hooks.values():
-            hook.remove()
-        self._hooks.clear()
-        self._branches.clear()
+        for kept in self._kept.values():
+            kept.hook.remove()
+        self._kept.clear()
+
+
+class _Kept(NamedTuple):
+    """A weight with a branch."""
+
+    weight: nn.Parameter
+    layer: nn.Module
+    branch: _Branch
+    hook: RemovableHandle
 
 
 class _Branch:
