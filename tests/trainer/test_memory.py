@@ -14,6 +14,7 @@ from transformers import TrainerCallback, set_seed
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
     Examples,
@@ -75,7 +76,7 @@ class Augmented(Examples):
         return example | {"x": example["x"] * self.generator.choice([-1, 1])}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", slow_but(("0",), [0, 1]))
 @pytest.mark.parametrize("collator", [Noising, Scaling])
 def test_a_collator_that_remembers_releases_nothing(
     collator: Any, workers: int, tmp_path: Path
@@ -84,7 +85,7 @@ def test_a_collator_that_remembers_releases_nothing(
     assert_refused(trainer, rf"of the data collator \({collator.__name__}\)")
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", slow_but(("0",), [0, 1]))
 def test_a_collator_that_remembers_one_example_is_stopped_by_it(
     workers: int, tmp_path: Path
 ) -> None:
