@@ -211,7 +211,7 @@ def quadratic(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tens
 
 def test_a_run_that_diverges_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """All examples agree on a quadratic, which steps that are too long overshoot more and more."""
-    settings = {"max_steps": 24, "logging_steps": 3, "noise_multiplier": 1e-4, "update_rule": "sgd"}
+    settings = {"max_steps": 12, "logging_steps": 2, "noise_multiplier": 1e-4, "update_rule": "sgd"}
     settings |= {"expected_batch_size": 20, "max_grad_norm": 1e6, "lr_scheduler_type": "constant"}
     for learning_rate, warns in ((0.3, 1), (0.003, 0)):
         caplog.clear()

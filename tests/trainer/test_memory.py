@@ -241,7 +241,7 @@ def test_masks_are_secret_whatever_a_callback_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dropout is the only chance in these runs but the noise, which is nearly none."""
-    data, found = examples_of("bert-classifier", 24), []
+    data, found = examples_of("bert-classifier", 8), []
     monkeypatch.setattr("dp_grape_hf.mechanism.sampling.torch.rand", _zeros)
     for number in range(2):
         torch.manual_seed(0)
