@@ -146,7 +146,8 @@ def _find(model: nn.Module, args: Any) -> Earlier | None:
 def refuse_used_folder(args: Any, earlier: Earlier | None) -> None:
     """Refuse to start a new run in the folder of another run, whose spent budget would be lost.
 
-    Call this when training starts, not when a trainer is made: the trainer may resume that run.
+    Call this when training starts. A trainer may be made to resume that run, if there is a
+    checkpoint.
 
     Args:
         args: a ``DPGrapeArguments``.
