@@ -35,42 +35,37 @@ class _Row(NamedTuple):
     accounted_sample_rate: float
 
 
-_OF_INDEPENDENT = ("noise std on mean / C",)  # correlated noise differs from step to step
-_OF_BANDS = ("coefficients", "noise_left", "accounted_releases", "accounted_sample_rate")
 _CYCLIC = """
-Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples from
-one group, each member with probability b q. Epsilon is that of ceil(steps / b) Poisson-subsampled
-Gaussian releases ("releases") at the sampling rate b q ("at rate").
+Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples
+from one group, each member with probability b q. Epsilon is that of ceil(steps / b)
+Poisson-subsampled Gaussian releases ("releases") at the sampling rate b q ("at rate").
 """
 
 
 def run(args: argparse.Namespace) -> str:
     """Return the table of noise multipliers and epsilons as text, or as JSON with ``--json``."""
     sample_rate, batch_size, steps = _rate_and_steps(args)
-    plan: dict[str, Any] = {"sample_rate": sample_rate, "steps": steps}
-    variant: dict[str, Any] = {"adjacency": args.adjacency}
-    workload = _workload(args, steps)
-    budget = {
-        "target_delta": args.target_delta,
-        "accountant": args.accountant,
-        **plan,
-        **variant,
-        **(workload or {}),
+    plan: dict[str, Any] = {
+        "sample_rate": sample_rate,
+        "steps": steps,
+        "adjacency": args.adjacency,
     }
+    workload = _workload(args, steps)
+    budget = {"target_delta": args.target_delta, "accountant": args.accountant, **plan}
     rows: list[_Row] = []
-    coefficients: tuple[float, ...]
-    for value in tqdm(
-        args.noise_multiplier or args.target_epsilon or DEFAULT_EPSILONS, disable=None
-    ):
-        target, coefficients, left = value, (1.0,), None
+    given = args.noise_multiplier or args.target_epsilon or DEFAULT_EPSILONS
+    for value in tqdm(given, disable=None):
+        target: float | None = value
+        coefficients: tuple[float, ...] = (1.0,)
+        left: float | None = None
         if args.noise_multiplier is not None:
             target, sigma = None, value
         elif workload is None:
             sigma = rounded_up(find_noise_multiplier(target_epsilon=value, **budget))
         else:
-            coefficients, sigma, left = find_bands(target_epsilon=value, **budget)
+            coefficients, sigma, left = find_bands(target_epsilon=value, **budget, **workload)
             sigma = rounded_up(sigma)
-        releases = Releases(sigma, **plan, **variant, bands=len(coefficients))
+        releases = Releases(sigma, **plan, bands=len(coefficients))
         curve = EpsilonCurve(releases, args.target_delta, args.accountant)
         one_size = batch_size is not None and len(coefficients) == 1
         on_mean = sigma / batch_size if one_size else None
@@ -87,34 +82,29 @@ def run(args: argparse.Namespace) -> str:
         {name: "inf" if value == math.inf else value for name, value in row._asdict().items()}
         for row in rows
     ]
-    if workload is None:
-        for row in dicts:
-            for name in _OF_BANDS:
-                del row[name]
-    result = {**plan, "delta": args.target_delta, **variant, "rows": dicts}
-    return json.dumps(result, indent=2) + "\n"
+    return json.dumps({**plan, "delta": args.target_delta, "rows": dicts}, indent=2) + "\n"
 
 
 def _table(rows: list[_Row]) -> str:
-    sigma_digits = ".6g" if rows[0].target_epsilon is None else ".4f"
+    digits = ".6g" if rows[0].target_epsilon is None else ".4f"
     columns = {
-        "epsilon asked": [
-            f"{row.target_epsilon:g}" for row in rows if row.target_epsilon is not None
-        ],
-        "noise multiplier": [f"{row.noise_multiplier:{sigma_digits}}" for row in rows],
-        "epsilon achieved": [f"{rounded_up(row.epsilon):.4f}" for row in rows],
-        "noise std on mean / C": [
-            "-" if (std := row.noise_std_on_mean_over_max_grad_norm) is None else f"{std:.4g}"
-            for row in rows
-        ],
-        "accountant": [row.accountant for row in rows],
-        "bands": [f"{len(row.coefficients)}" for row in rows if row.noise_left is not None],
-        "releases": [f"{row.accounted_releases}" for row in rows],
-        "at rate": [f"{row.accounted_sample_rate:.6g}" for row in rows],
-        "left": [f"{row.noise_left:.3f}" for row in rows if row.noise_left is not None],
+        "epsilon asked": [f"{r.target_epsilon:g}" for r in rows if r.target_epsilon is not None],
+        "noise multiplier": [f"{r.noise_multiplier:{digits}}" for r in rows],
+        "epsilon achieved": [f"{rounded_up(r.epsilon):.4f}" for r in rows],
     }
-    for title in _OF_INDEPENDENT if columns["left"] else ("releases", "at rate"):
-        del columns[title]
+    accountant = {"accountant": [r.accountant for r in rows]}
+    lefts = [f"{r.noise_left:.3f}" for r in rows if r.noise_left is not None]
+    if lefts:
+        columns |= accountant | {
+            "bands": [f"{len(r.coefficients)}" for r in rows],
+            "releases": [f"{r.accounted_releases}" for r in rows],
+            "at rate": [f"{r.accounted_sample_rate:.6g}" for r in rows],
+            "left": lefts,
+        }
+    else:  # correlated noise differs from step to step
+        stds = [r.noise_std_on_mean_over_max_grad_norm for r in rows]
+        on_mean = ["-" if std is None else f"{std:.4g}" for std in stds]
+        columns |= {"noise std on mean / C": on_mean} | accountant
     shown = [[title, *cells] for title, cells in columns.items() if cells]
     return table(zip(*shown, strict=True), ">")
 

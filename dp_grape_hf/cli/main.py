@@ -1,6 +1,7 @@
 """The command line, ``dp-grape``: one subcommand per entry of `COMMANDS`."""
 
 import argparse
+import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -10,17 +11,13 @@ from dp_grape_hf.cli import options
 from dp_grape_hf.errors import PrivacyError
 
 COMMANDS = {
-    "convert": "make a training script private by a change of its imports",
-    "suggest": "print the hyperparameters that a run would choose",
-    "calibrate": "compute the noise multiplier for a privacy budget, and back",
-    "memory": "compute the memory of a training step, and the batch that fits a GPU",
-    "card": "write the model card of a saved model from its ledger",
-    "audit": "attack a training run, and compare with the epsilon it claims",
-    "verify": "compare a saved or published model with its privacy ledger",
-    "report": "draw epsilon, signal, noise, learning rates and metrics of a run",
-    "ledger": "show the entries of a ledger, and the epsilon spent",
+    name: getattr(options, f"add_{name}")
+    for name in (
+        *("convert", "suggest", "calibrate", "memory", "card"),
+        *("audit", "verify", "report", "ledger"),
+    )
 }
-"""Name -> help text. ``options.add_NAME`` adds the options, and ``run`` of the module runs it.
+"""Name -> function that adds the options and has the help text; ``run`` of the module runs it.
 
 Only the module of the given command is imported: some need torch, which takes seconds.
 """
@@ -36,18 +33,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"dp-grape {version('dp_grape_hf')}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, text in COMMANDS.items():
+    for name, add_options in COMMANDS.items():
+        description, _, examples = (inspect.getdoc(add_options) or "").partition("\nExamples:\n")
         subparser = subparsers.add_parser(
             name,
-            help=text,
+            help=description.partition(".\n")[0],
+            description=description,
+            epilog=examples,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        getattr(options, f"add_{name}")(subparser)
+        add_options(subparser)
     args = parser.parse_args(argv)
     try:
         options.refuse_values(args)
-        options.refuse_missing(args)
         command = import_module(f"dp_grape_hf.cli.{args.command}")
         run: Callable[[argparse.Namespace], str | tuple[str, int]] = command.run
         result = run(args)

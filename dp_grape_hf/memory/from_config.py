@@ -97,8 +97,9 @@ def read_config(option: str, name: str, num_labels: int | None) -> Any:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise PrivacyError(
-            f"{option}={name!r} has no config that transformers can read: {error}. Pass the folder "
-            "that a model was saved to, or its name on the Hub."
+            f"{option}={name!r} has no config that transformers can read: "
+            f"{str(error).splitlines()[0].rstrip('.')}. Pass the folder that a model was saved to, "
+            "or its name on the Hub."
         ) from error
     if num_labels is not None:
         config.num_labels = num_labels

@@ -647,4 +647,4 @@ def test_suggest_refuses_a_model_that_is_not_there(
 ) -> None:
     options = "--num_samples 64 --eps 8 --delta 1e-3"
     assert main(["suggest", str(tmp_path / "none"), *options.split()]) == 2
-    assert "is not a local folder" in capsys.readouterr().err
+    assert "has no config" in capsys.readouterr().err
