@@ -17,11 +17,12 @@ Guarantee:
 import hashlib
 import json
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from dp_grape_hf import accounting
 from dp_grape_hf.errors import PrivacyError, require
@@ -38,13 +39,12 @@ LEDGER_NAME, CARD_NAME = "privacy_ledger.json", "README.md"
 SCHEMA_VERSION = 1
 SAME_DATA, OTHER_DATA = "same data", "other data"
 
-_HEX = frozenset("0123456789abcdef")
 _GENESIS = "0" * 64
 
 
 def is_digest(value: Any) -> bool:
     """Return whether a value is a SHA-256 digest in lower-case hex."""
-    return isinstance(value, str) and len(value) == 64 and set(value) <= _HEX
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 _COUNT = {"valid": ("at least 0", lambda x: x >= 0)}
@@ -141,14 +141,8 @@ class NotPrivate(Record):
 
 Entry = Start | Release | Weights | Resume | Projection | NotPrivate
 
-KINDS: dict[str, type[Any]] = {
-    "start": Start,
-    "releases": Release,
-    "weights": Weights,
-    "resume": Resume,
-    "projection": Projection,
-    "not_private": NotPrivate,
-}
+_NAMES = ("start", "releases", "weights", "resume", "projection", "not_private")
+KINDS: dict[str, type[Any]] = dict(zip(_NAMES, get_args(Entry), strict=True))
 KIND_OF = {cls: kind for kind, cls in KINDS.items()}
 
 

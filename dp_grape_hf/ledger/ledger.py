@@ -55,11 +55,7 @@ from dp_grape_hf.ledger.record import (
     require_same_mechanism,
 )
 from dp_grape_hf.ledger.storage import (
-    RunLock,
-    Written,
-    append_line,
-    hold,
-    line_of,
+    LiveFile,
     read_links,
     to_text,
     write_text,
@@ -77,15 +73,11 @@ class Ledger:
 
     Attributes:
         links: the entries, each with its digest, oldest first.
-        path: the live file, if there is one.
         runs: the runs that the entries describe; this run is the last one.
     """
 
     links: tuple[Link, ...]
-    path: Path | None = None
-    # The possible ends of the live file: two while a failed write may have changed it.
-    _written: tuple[Written, ...] = field(default=(), repr=False, compare=False)
-    _lock: RunLock | None = field(default=None, repr=False, compare=False)
+    _file: LiveFile | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check that the entries are consistent."""
@@ -136,8 +128,8 @@ class Ledger:
         entries = [start, NotPrivate(reason)] if reason else [start]
         ledger = cls(extended(() if continues is None else continues.links, *entries))
         if path is not None:
-            ledger.path = path = Path(path)
-            ledger._lock = hold(path)
+            path = Path(path)
+            ledger._file = LiveFile(path)
             if path.exists():
                 path.rename(path.with_name(f"{path.stem}.before-{ledger.run_id}{path.suffix}"))
             ledger._persist()
@@ -206,7 +198,7 @@ class Ledger:
             PrivacyError: A file is damaged, the files contradict each other, ``updates`` or
                 ``mechanism`` differs from the files, or another process still trains this run.
         """
-        lock = hold(Path(live_path))
+        file = LiveFile(Path(live_path))
         ledger = cls.load(checkpoint_path)
         require_same_mechanism(mechanism, ledger.mechanism, checkpoint_path)
         require(
@@ -240,7 +232,7 @@ class Ledger:
         ours, theirs = asdict(mechanism), asdict(ledger.mechanism)
         changes = {name: ours[name] for name in MAY_CHANGE_ON_RESUME if ours[name] != theirs[name]}
         missing = [r for r in dict.fromkeys(reasons) if r not in ledger.not_private_reasons]
-        ledger.path, ledger._lock = Path(live_path), lock
+        ledger._file = file
         ledger._append(
             *map(NotPrivate, missing),
             Resume(secrets.token_hex(8), updates, now(), software_versions(), changes),
@@ -263,6 +255,11 @@ class Ledger:
         return dict(sorted(ledgers.items(), key=lambda item: item[1].steps))
 
     # ---- Reading it ----
+
+    @property
+    def path(self) -> Path | None:
+        """The live file, if there is one."""
+        return None if self._file is None else self._file.path
 
     @property
     def mechanism(self) -> Mechanism:
@@ -420,7 +417,7 @@ class Ledger:
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
         self.links = with_releases(self.links, self.mechanism, steps)
         self.runs[-1].sessions[-1] += steps
-        self._persist(line_of(self.links[-1]) if steps == 1 else None)
+        self._persist(anew=steps > 1)
 
     def mark_not_private(self, reason: str) -> None:
         """Record permanently that this run has no guarantee, and why."""
@@ -478,35 +475,6 @@ class Ledger:
         self.links = links
         self._persist()
 
-    def _persist(self, line: str | None = None) -> None:
-        """Write the live file; refuse to if it changed since this run last wrote it.
-
-        Args:
-            line: the line to append; ``None`` writes the whole file.
-        """
-        if self.path is None:
-            return
-        end = None
-        if self._written and self.path.exists():
-            end = next((one for one in self._written if one.is_in(self.path)), None)
-            require(
-                end is not None,
-                f"{self.path} changed since this run last wrote it: another run was started in its "
-                "folder, or the file was edited. Give each run a separate output_dir.",
-            )
-        try:  # after an error, the file may have the old end or the new one
-            if line is None or end is None:
-                text = to_text(self.links)
-                self._written += (Written.of(text),)
-                write_text(self.path, text)
-                self._written = self._written[-1:]
-            else:
-                self._written = (end._replace(more=line.encode()),)
-                append_line(self.path, end.size, line)
-                self._written = (end.and_line(line),)
-        except OSError as error:
-            raise PrivacyError(
-                f"{self.path} cannot be written: {error}. The private update that was to be "
-                "recorded, if any, was not made. Free disk space, then resume with "
-                "resume_from_checkpoint."
-            ) from error
+    def _persist(self, *, anew: bool = True) -> None:
+        if self._file is not None:
+            self._file.write(self.links, anew=anew)

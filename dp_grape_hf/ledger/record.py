@@ -102,24 +102,20 @@ _FACTORS = {
         _are_factors,
     )
 }
+_GONE = "Read the ledger with the version of dp_grape_hf that wrote it"
 _NO_CAP = {
-    "valid": (
-        "None: this version cannot count the cost of a cap. Read the ledger with the version of "
-        "dp_grape_hf that wrote it",
-        lambda x: False,
-    )
+    "valid": (f"None: this version cannot count the cost of a cap. {_GONE}", lambda x: False)
 }
 _NO_ESTIMATES = {
     "valid": (
         "None: this version cannot count the cost of clipping by estimated norms "
-        "(method='dp_jl'). Read the ledger with the version of dp_grape_hf that wrote it",
+        f"(method='dp_jl'). {_GONE}",
         lambda x: False,
     )
 }
 _CLIPPING = {
     "valid": (
-        f"one of {', '.join(Clipping)}. This version does not support clipping per layer: read a "
-        "ledger with it by the version of dp_grape_hf that wrote it",
+        f"one of {', '.join(Clipping)}; clipping per layer is not supported. {_GONE}",
         lambda x: x in Clipping,
     )
 }

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger.entries import (
@@ -65,7 +65,7 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
     except PrivacyError:
         raise
     except (OSError, ValueError, OverflowError, RecursionError) as error:
-        raise PrivacyError(f"{error}") from error
+        raise PrivacyError(f"{error}.") from error
 
 
 def _json(text: bytes) -> Any:
@@ -129,50 +129,59 @@ def to_text(links: Sequence[Link]) -> str:
     return "".join([f"{_FIRST_LINE.decode()}\n", *map(line_of, links)])
 
 
-class Written(NamedTuple):
-    """The end of a file after the last write of this process, to notice writes of others."""
-
-    size: int  # bytes
-    last: bytes  # the end of the file
-    more: bytes = b""  # a line that may follow in part, if writing it failed
-
-    @classmethod
-    def of(cls, text: str) -> Written:
-        """Return the end of a file with this text."""
-        content = text.encode()
-        return cls(len(content), content[-_COMPARED:])
-
-    def is_in(self, path: Path) -> bool:
-        """Return whether a file ends as described."""
-        with open(path, "rb") as file:
-            file.seek(max(0, self.size - len(self.last)))
-            end = file.read()
-        last, more = end[: len(self.last)], end[len(self.last) :]
-        return last == self.last and self.more.startswith(more)
-
-    def and_line(self, line: str) -> Written:
-        """Return the end of the file after a line was added."""
-        content = (self.last + line.encode())[-_COMPARED:]
-        return Written(self.size + len(line.encode()), content)
-
-
-_COMPARED = 1024  # bytes of the end of a file: some lines, with their digests
-
-
-def append_line(path: Path, size: int, line: str) -> None:
-    """Append a line to the first ``size`` bytes of a file, and wait until it is on the disk.
-
-    Args:
-        path: an existing file.
-        size: number of bytes to keep; later bytes, from a failed write, are cut off.
-        line: the line, with its line break.
+class LiveFile:
+    """The file of a run that trains. Only this process writes it, and it locks the file.
 
     Raises:
-        OSError: if the file cannot be written.
+        PrivacyError: a run of another process uses the file.
     """
-    with open(path, "r+b") as file:
-        file.truncate(size)
-        file.seek(size)
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._lock = path, hold(path)
+        self._end: bytes | None = None  # after the last write
+        self._complete = False  # False before the first write, and after a write that failed
+
+    def write(self, links: Sequence[Link], *, anew: bool) -> None:
+        """Append the line of the last entry, or write the whole file, and wait for the disk.
+
+        The whole file is written with ``anew``, and if a line may have been written in part.
+
+        Raises:
+            PrivacyError: the file cannot be written, or changed since the last write.
+        """
+        exists = self.path.exists()
+        require(
+            not exists or self._end is None or self._end == self._read_end(),
+            f"{self.path} changed since this run last wrote it: another run was started in its "
+            "folder, or the file was edited. Give each run a separate output_dir.",
+        )
+        complete, self._complete = self._complete and exists, False
+        try:
+            if complete and not anew:
+                append_line(self.path, line_of(links[-1]))
+            else:
+                write_text(self.path, to_text(links))
+            self._complete = True
+        except OSError as error:
+            raise PrivacyError(
+                f"{self.path} cannot be written: {error}. The private update that was to be "
+                "recorded, if any, was not made. Free disk space, then resume with "
+                "resume_from_checkpoint."
+            ) from error
+        finally:
+            with suppress(OSError):
+                self._end = self._read_end()
+
+    def _read_end(self) -> bytes:
+        """Return the end of the file: some lines, whose digests depend on all lines before."""
+        with open(self.path, "rb") as file:
+            file.seek(max(0, self.path.stat().st_size - 1024))
+            return file.read()
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, and wait until it is on the disk."""
+    with open(path, "ab") as file:
         file.write(line.encode())
         file.flush()
         os.fsync(file.fileno())

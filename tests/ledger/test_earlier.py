@@ -19,14 +19,13 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from dp_grape_hf.accounting import (
     Releases,
     compose_epsilon,
-    compute_epsilon,
     find_noise_multiplier,
     rounded_up,
 )
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, earlier as continuing, find_earlier
-from dp_grape_hf.ledger.entries import OTHER_DATA, SAME_DATA
+from dp_grape_hf.ledger.entries import SAME_DATA
 from dp_grape_hf.publishing import MISMATCH, render, verify
 from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
 from tests.support.ledgers import MECHANISM
@@ -94,11 +93,6 @@ def test_a_model_without_a_ledger_accepts_no_earlier_data(tmp_path: Path) -> Non
         _trainer(tmp_path / "out", model)
         with pytest.raises(PrivacyError, match="earlier_data='other', but no"):
             _trainer(tmp_path / "out", model, earlier_data="other")
-
-
-def test_only_two_answers_are_known(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="earlier_data='Same'"):
-        make_args(tmp_path, earlier_data="Same")
 
 
 def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(
@@ -285,20 +279,6 @@ def test_on_the_same_data_the_budget_covers_both_runs(
     second.save_model()
     assert "| Earlier runs on the same data | 1, with 4 releases" in render(second.ledger)
     assert MISMATCH not in {check.status for check in verify(tmp_path / "second")}
-
-
-@pytest.mark.slow
-def test_runs_on_other_data_are_recorded_and_do_not_compose(first: Path, tmp_path: Path) -> None:
-    second = _trainer(tmp_path / "second", _load(first), earlier_data="other")
-    assert second.privacy_spent().epsilon == 0
-    second.train()
-    ledger = Ledger.load(tmp_path / "second" / LEDGER_NAME)
-    assert ledger.runs[-1].start.continues == OTHER_DATA
-    assert [run.steps for run in ledger.runs] == [4, 4]
-    alone = compute_epsilon(
-        noise_multiplier=1.0, sample_rate=4 / 24, steps=4, delta=1e-3, accountant="rdp"
-    )
-    assert second.privacy_spent().epsilon == ledger.epsilon() == pytest.approx(alone)
 
 
 def test_a_budget_already_spent_is_refused_with_both_numbers(first: Path, tmp_path: Path) -> None:

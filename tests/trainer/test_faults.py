@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, ledger as ledger_module
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, storage
 from dp_grape_hf.publishing import publisher as publisher_module
 from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
@@ -293,7 +293,7 @@ def test_a_release_that_cannot_be_recorded_is_not_made(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     releases = spy_releases(monkeypatch)
-    fill = At(4, lambda: monkeypatch.setattr(ledger_module, "append_line", fail))
+    fill = At(4, lambda: monkeypatch.setattr(storage, "append_line", fail))
     trainer = make_trainer(tmp_path, callbacks=[fill], **SAVING)
     weights = weights_of(trainer.model)
     with pytest.raises((OSError, PrivacyError), match="No space left"):
