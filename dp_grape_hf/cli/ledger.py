@@ -14,7 +14,6 @@ from dp_grape_hf.ledger import (
     Entry,
     Ledger,
     Link,
-    Mechanism,
     NotPrivate,
     Projection,
     Release,
@@ -22,6 +21,7 @@ from dp_grape_hf.ledger import (
     Start,
     Weights,
 )
+from dp_grape_hf.publishing import rows_of
 from dp_grape_hf.tables import table
 
 
@@ -35,36 +35,19 @@ def run(args: argparse.Namespace) -> str:
 
 def in_words(ledger: Ledger, delta: float | None) -> str:
     """Return the mechanism and the entries of a ledger, and the epsilon spent at a delta."""
+    target = ledger.mechanism.target_epsilon
+    budget = "none" if target is None else f"epsilon {target:g}"
     return "\n".join(
         [
             f"run {ledger.run_id}, started {ledger.started_at}",
             "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
             "",
-            _mechanism(ledger.mechanism),
+            table({"Budget": budget, **rows_of(ledger)}.items()),
             _entries(ledger.links),
             *_spent(ledger, delta),
             "",
         ]
     )
-
-
-def _mechanism(mechanism: Mechanism) -> str:
-    declared, batch = mechanism.num_samples, mechanism.expected_batch_size
-    rows = {
-        "method": mechanism.method,
-        "noise multiplier sigma": f"{mechanism.noise_multiplier:.6g}",
-        "sampling": mechanism.sampling_in_words,
-        "clipping": f"{mechanism.clipping}, C = {mechanism.max_grad_norm:g}",
-        "privacy unit": f"{mechanism.privacy_unit}, {mechanism.adjacency.replace('_', ' ')}",
-        "units declared": f"{declared}; a step samples {batch:g} of them on average",
-        "projection": mechanism.projection_in_words,
-        "budget": "no epsilon"
-        if mechanism.target_epsilon is None
-        else f"epsilon {mechanism.target_epsilon:g} at delta {mechanism.target_delta:g}",
-        "accountant": mechanism.accountant,
-    }
-    rows |= {name.lower(): text for name, text in mechanism.remarks.items()}
-    return table(rows.items())
 
 
 def _entries(links: Sequence[Link]) -> str:

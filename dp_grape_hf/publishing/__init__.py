@@ -33,6 +33,7 @@ from dp_grape_hf.publishing.publisher import Publisher as Publisher
 from dp_grape_hf.publishing.statement import (
     epsilon_text as epsilon_text,
     metadata_of as metadata_of,
+    rows_of as rows_of,
 )
 from dp_grape_hf.publishing.verification import (
     SECOND_OPINION as SECOND_OPINION,

@@ -63,7 +63,8 @@ def statement_of(ledger: Ledger, spent: str, reasons: list[str]) -> str:
     ``spent`` is epsilon as text. ``reasons`` say why there is no guarantee; empty if there is one.
     """
     claim = _claim(ledger.mechanism, spent, reasons)
-    rows = [f"| {name} | {cell} |" for name, cell in _rows(ledger, spent).items()]
+    cells = {name: plain(cell) for name, cell in rows_of(ledger).items()}
+    rows = [f"| {name} | {cell} |" for name, cell in {_EPSILON_ROW: spent, **cells}.items()]
     return "\n".join([claim, "", "## Privacy", "", "| Quantity | Value |", "|---|---|", *rows])
 
 
@@ -96,8 +97,8 @@ def _delta(mechanism: Mechanism) -> str:
     return "-" if mechanism.target_delta is None else f"{mechanism.target_delta:g}"
 
 
-def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
-    """Return the table: name -> cell."""
+def rows_of(ledger: Ledger) -> dict[str, str]:
+    """Return the facts of a ledger, without epsilon: name -> text, in the order of the table."""
     mechanism = ledger.mechanism
     seed = mechanism.projection_seed
     package = _MADE_BY.get(mechanism.accountant)
@@ -107,7 +108,6 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
     run = ledger.runs[-1]
     accounted = {"Accounted as": run.accounted_in_words} if run.accounted.bands > 1 else {}
     rows = {
-        _EPSILON_ROW: spent,
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
         "Privacy unit": f"{unit}{_declared(mechanism)}",
@@ -132,7 +132,7 @@ def _rows(ledger: Ledger, spent: str) -> dict[str, str]:
         rows["Earlier runs on the same data"] = (
             f"{len(earlier)}, with {releases} releases, counted in ε as {each}"
         )
-    return {name: plain(value) for name, value in rows.items()} | {_EPSILON_ROW: spent}
+    return rows
 
 
 def _declared(mechanism: Mechanism) -> str:

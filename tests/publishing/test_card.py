@@ -271,7 +271,7 @@ def test_gradient_factors_are_given_where_there_are_any(
         assert rows(render(one)).get("Gradient factors") == said
         one.save(tmp_path / LEDGER_NAME)
         assert main(["ledger", str(tmp_path)]) == 0
-        row = re.search(r"^gradient factors +(.+)$", capsys.readouterr().out, re.MULTILINE)
+        row = re.search(r"^Gradient factors +(.+)$", capsys.readouterr().out, re.MULTILINE)
         assert (row and row[1]) == said
 
 
