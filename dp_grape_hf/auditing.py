@@ -179,39 +179,23 @@ class AuditSettings:
     noise: str = "independent"
 
     def __post_init__(self) -> None:
-        require(
-            self.method in AUDITED_METHODS,
-            f"method={self.method!r} cannot be audited by this attack. Choose one of: "
-            f"{', '.join(AUDITED_METHODS)}.",
-        )
-        require(
-            self.steps >= 1,
-            f"steps={self.steps} must be at least 1: without private updates, there is nothing to "
-            "attack. Pass more steps.",
-        )
-        require(
-            self.canaries >= _WIDTH,
-            f"canaries={self.canaries} must be at least {_WIDTH}, the number of columns of the "
-            "audited matrix.",
-        )
-        require(
-            self.tables >= 1,
-            f"tables={self.tables} must be at least 1, because the audited model has tables. Pass "
-            "a larger number.",
-        )
-        require(0 < self.sample_rate <= 1, f"sample_rate={self.sample_rate} must lie in (0, 1].")
-        require(0 < self.confidence < 1, f"confidence={self.confidence} must lie in (0, 1).")
-        require(
-            1 <= self.projection_rank < _WIDTH,
-            f"projection_rank={self.projection_rank} must lie in 1 ... {_WIDTH - 1}, because the "
-            f"audited matrix has {_WIDTH} columns. Pass a rank in this range.",
-        )
         k, m = self.number_of_guesses, self.canaries
-        require(
-            1 <= k <= m,
-            f"guesses={k} must lie in 1 ... canaries={m}, because each canary is guessed at most "
-            "once. Pass fewer guesses, or more canaries.",
-        )
+        methods = ", ".join(AUDITED_METHODS)
+        for holds, name, needed in (
+            (self.method in AUDITED_METHODS, "method", f"cannot be audited; choose of: {methods}"),
+            (self.steps >= 1, "steps", "must be at least 1, because the attack needs updates"),
+            (m >= _WIDTH, "canaries", f"must be at least {_WIDTH}, the columns of the matrix"),
+            (self.tables >= 1, "tables", "must be at least 1, because the audited model has some"),
+            (0 < self.sample_rate <= 1, "sample_rate", "must lie in (0, 1]"),
+            (0 < self.confidence < 1, "confidence", "must lie in (0, 1)"),
+            (
+                1 <= self.projection_rank < _WIDTH,
+                "projection_rank",
+                f"must lie in 1 ... {_WIDTH - 1}: the matrix has {_WIDTH} columns",
+            ),
+            (1 <= k <= m, "guesses", f"must lie in 1 ... canaries={m}: each is guessed once"),
+        ):
+            require(holds, f"{name}={getattr(self, name)!r} {needed}.")
 
     @property
     def number_of_guesses(self) -> int:

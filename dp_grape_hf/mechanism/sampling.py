@@ -13,14 +13,14 @@ no influence on privacy. With
 a data loader yields one ``LogicalBatch`` per step.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import Dataset, Sampler
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import require
 from dp_grape_hf.gradients import StateGuard
 from dp_grape_hf.mechanism.banded import Groups, Turn, Turns
 from dp_grape_hf.mechanism.collation import (
@@ -78,25 +78,15 @@ class PoissonBatchSampler(Sampler[list[int]]):
         world_size: int = 1,
         turns: Callable[[], Turns] = Turns,
     ) -> None:
-        require(
-            num_samples >= 1,
-            f"{num_samples=} must be at least 1. There is nothing to sample. Pass a data set that "
-            "is not empty.",
-        )
-        require(
-            0.0 < sample_rate <= 1.0,
-            f"{sample_rate=} must lie in (0, 1]. It is the expected batch size divided by the "
-            "number of examples. Choose a smaller expected batch size.",
-        )
-        require(steps >= 0, f"{steps=} must not be negative.")
-        require(
-            0 <= rank < world_size,
-            f"{rank=} must lie in 0 ... {world_size=} - 1. Otherwise examples would be left out.",
-        )
-        require(
-            generator.device.type == "cpu",
-            f"{generator.device=} must be the CPU, where all ranks draw the same random numbers.",
-        )
+        on_cpu = generator.device.type == "cpu"
+        for holds, message in (
+            (num_samples >= 1, f"{num_samples=} must be at least 1."),
+            (0.0 < sample_rate <= 1.0, f"{sample_rate=} must lie in (0, 1]."),
+            (steps >= 0, f"{steps=} must not be negative."),
+            (0 <= rank < world_size, f"{rank=} must lie in 0 ... {world_size=} - 1."),
+            (on_cpu, f"{generator.device=} must be the CPU, where all ranks draw the same."),
+        ):
+            require(holds, message)
         self.num_samples = num_samples
         self.sample_rate = sample_rate
         self.steps = steps
@@ -263,15 +253,10 @@ class EmptyDrawDataset(Dataset[Any]):
         seeds: as in ``with_separate_seeds``.
 
     Raises:
-        PrivacyError: if the data set has no length; when read, if its state changes.
+        PrivacyError: when read, if the data set's state changes.
     """
 
     def __init__(self, dataset: Any, seeds: Seeds = secret_seeds) -> None:
-        if not isinstance(dataset, Sized):
-            raise PrivacyError(
-                f"{type(dataset).__name__} has no length. Poisson sampling needs a map-style data "
-                "set with __len__ and __getitem__. Load a streamed data set into memory."
-            )
         self.dataset: Any = dataset
         self._each = Each(seeds, train_dataset=dataset)
 

@@ -50,9 +50,7 @@ def input_dimensions(model: nn.Module) -> dict[str, int]:
 
     ``Conv1D`` stores (in, out), and the input of an embedding is the vocabulary.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    modules = (m for m in model.modules() if isinstance(m, (Conv1D, nn.Embedding)))
-    return {names[id(module.weight)]: 0 for module in modules}
+    return _stored_first(model, Conv1D, nn.Embedding)
 
 
 def feature_dimensions(model: nn.Module) -> dict[str, int]:
@@ -61,8 +59,13 @@ def feature_dimensions(model: nn.Module) -> dict[str, int]:
     Features are the input of a linear layer, (in, out) in ``Conv1D``, and the output of an
     embedding.
     """
+    return _stored_first(model, Conv1D)
+
+
+def _stored_first(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, int]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(m.weight)]: 0 for m in model.modules() if isinstance(m, Conv1D)}
+    modules: Any = (module for module in model.modules() if isinstance(module, kinds))
+    return {names[id(module.weight)]: 0 for module in modules}
 
 
 def default_targets(model: Any) -> list[str]:

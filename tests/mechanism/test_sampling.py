@@ -240,8 +240,3 @@ def test_single_examples_and_the_length_pass_through() -> None:
     dataset = EmptyDrawDataset(_arrow())
     assert len(dataset) == _SIZE
     assert dataset[3] == {"x": 3}
-
-
-def test_a_dataset_without_a_length_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="generator has no length"):
-        EmptyDrawDataset(x for x in range(3))
