@@ -120,7 +120,13 @@ def test_calibration_is_within_a_percent_above_the_tight_noise(
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"accountant": name, "sample_rate": 0.025, "steps": 1000} for name in ACCOUNTANTS),
+        *(
+            pytest.param(
+                {"accountant": name, "sample_rate": 0.025, "steps": 1000},
+                marks=pytest.mark.slow if name == "prv" else (),
+            )
+            for name in ACCOUNTANTS
+        ),
         {"adjacency": "replace_one"},
     ],
     ids=str,
@@ -203,12 +209,9 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str)
         base = VALID | {"accountant": accountant}
         return [compute_epsilon(**base | {name: value}) for value in values]
 
-    falling = epsilons(noise_multiplier=[1.0, 2.0, 8.0])
+    falling = epsilons(noise_multiplier=[1.0, 2.0])
     assert falling == sorted(falling, reverse=True)
-    for growing in (
-        epsilons(steps=[0, 1, 5, 100]),
-        epsilons(sample_rate=[1e-9, 0.01, 0.5, 1.0]),
-    ):
+    for growing in (epsilons(steps=[0, 1, 100]), epsilons(sample_rate=[1e-9, 0.5, 1.0])):
         assert growing == sorted(growing)
         assert growing[0] < growing[-1]
 
@@ -238,7 +241,7 @@ TO_BE_TIGHT = [
 
 
 @pytest.mark.parametrize(("accountant", "excess"), [("pld", 0.002), ("prv", 0.005)])
-@pytest.mark.parametrize("mechanism", slow_but({str(m) for m in TO_BE_TIGHT[:2]}, TO_BE_TIGHT))
+@pytest.mark.parametrize("mechanism", slow_but({str(TO_BE_TIGHT[0])}, TO_BE_TIGHT))
 def test_epsilon_is_hardly_above_the_tight_one_and_never_below(
     mechanism: tuple[float, float, int, float], accountant: str, excess: float
 ) -> None:
@@ -360,7 +363,7 @@ def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
     assert compose_epsilon([], delta=1e-5) == 0.0
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", slow_but({"pld", "rdp"}, ACCOUNTANTS))
 def test_a_curve_agrees_with_single_answers_even_beyond_its_end(
     accountant: str,
 ) -> None:

@@ -76,11 +76,10 @@ def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: f
             assert np.maximum(p - order * r, 0).sum() * cell**2 <= bound * (1 + 5e-3) + 1e-6
 
 
-@pytest.mark.parametrize(("sigma", "q", "accountant"), [(2.0, 0.2, n) for n in ACCOUNTANTS])
-@pytest.mark.parametrize("steps", [1, 2])
-def test_epsilon_bounds_the_exact_divergence(
-    sigma: float, q: float, steps: int, accountant: str
-) -> None:
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_epsilon_bounds_the_exact_divergence(steps: int, accountant: str) -> None:
+    sigma, q = 2.0, 0.2
     z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 801, retstep=True)
 
     def outputs(contributions: tuple[float, ...]) -> npt.NDArray[np.float64]:
@@ -143,15 +142,6 @@ def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
     assert compute_epsilon(**VALID | question) == pytest.approx(
         compute_epsilon(**VALID | question | halved), abs=1e-5
     )
-
-
-def test_the_accountants_agree() -> None:
-    question = VALID | {"noise_multiplier": 1.5, "sample_rate": 0.01, "steps": 500}
-    tight, prv, rdp = (
-        compute_epsilon(**question | {"accountant": name}) for name in ("pld", "prv", "rdp")
-    )
-    assert tight - 5e-4 <= prv <= tight + 0.0125
-    assert tight <= rdp <= 1.6 * tight
 
 
 def test_releases_about_different_neighbours_do_not_compose() -> None:

@@ -72,7 +72,7 @@ def definition(
     [
         *(pytest.param(4, c, "stack", id=f"projected-{c.value}-stack") for c in Clipping),
         (None, "automatic", "under vmap"),
-        (None, "flat", "vit"),
+        pytest.param(None, "flat", "vit", marks=pytest.mark.slow),
     ],
 )
 def test_the_release_equals_its_definition(name: str, clipping: str, rank: int | None) -> None:

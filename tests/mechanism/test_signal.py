@@ -109,7 +109,7 @@ def test_noise_alone_is_no_signal(bands: tuple[float, ...]) -> None:
     assert wrong <= 12  # of 200; exceeded by chance: below 0.001
 
 
-@pytest.mark.parametrize("bands", [(1.0,), (0.8, 0.6)])
+@pytest.mark.parametrize("bands", [(1.0,), pytest.param((0.8, 0.6), marks=pytest.mark.slow)])
 def test_noise_alone_is_no_signal_of_a_run(bands: tuple[float, ...]) -> None:
     wrong = 0
     for seed in range(100):

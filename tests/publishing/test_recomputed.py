@@ -15,6 +15,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
 from dp_grape_hf.publishing import render
 from tests.support.cards import rows
 from tests.support.ledgers import MECHANISM, ledger_of
+from tests.support.marks import slow_but
 
 dp_event = pytest.importorskip("dp_accounting.dp_event")
 pld = pytest.importorskip("dp_accounting.pld.pld_privacy_accountant")
@@ -85,11 +86,12 @@ def _agrees(card: str) -> None:
     assert claimed * (1 - 5e-3) - 1e-3 <= recomputed <= claimed * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but({"independent", "banded, resumed"}, CASES))
 def test_the_rows_of_a_card_suffice_for_its_epsilon(case: str, tmp_path: Path) -> None:
     _agrees(render(_of_sessions(tmp_path, *CASES[case]), updates=1))
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_card_cover_earlier_runs(tmp_path: Path) -> None:
     first = _of_sessions(tmp_path, BANDED, (65, 55))
     second = ledger_of(40, INDEPENDENT, continues=first)

@@ -669,19 +669,6 @@ def test_of_a_link_the_content_is_compared(whole: Path, adapter: Path) -> None:
     assert _wrong(verify(adapter)) == [f"weights: mine/{ADAPTER}"]
 
 
-def test_a_snapshot_in_the_cache_is_verified(whole: Path, tmp_path: Path) -> None:
-    """The Hub's client keeps files in one folder, and links to them."""
-    blobs, snapshot = tmp_path / "m" / "blobs", tmp_path / "m" / "snapshots" / "0a1b"
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
-    for path in whole.iterdir():
-        path.rename(blobs / path.name)
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    assert _wrong(verify(snapshot)) == []
-    _poison(snapshot, "sub/model.safetensors")
-    assert _wrong(verify(snapshot)) == ["weights: sub/model.safetensors"]
-
-
 CODE: dict[str, dict[str, Any]] = {
     "a class": {"auto_map": {"AutoModel": "modeling_mine.Mine"}},
     "a class, further in": {"parts": [{"auto_map": {"AutoModel": "user/model--mine.Mine"}}]},
