@@ -202,7 +202,7 @@ def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
     assert (np.diff(slopes) >= -1e-9 * np.abs(slopes[1:]) - 1e-12).all()
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", slow_but({"pld", "rdp"}, ACCOUNTANTS))
 def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str) -> None:
     def epsilons(**varied: Sequence[float]) -> list[float]:
         ((name, values),) = varied.items()
@@ -260,7 +260,10 @@ def test_a_small_epsilon_is_larger_than_the_error_of_prv() -> None:
             assert epsilon_of(*mechanism, accountant) < limit
 
 
-@pytest.mark.parametrize(("noise", "q", "steps"), [(1.5, 1e-4, 1000), (20.0, 1e-3, 1000)])
+@pytest.mark.parametrize(
+    ("noise", "q", "steps"),
+    [pytest.param(1.5, 1e-4, 1000, marks=pytest.mark.slow), (20.0, 1e-3, 1000)],
+)
 def test_rare_sampling_gets_a_finer_grid_than_rdp_suggests(
     noise: float, q: float, steps: int
 ) -> None:

@@ -6,7 +6,6 @@ Shapes: B samples in a batch.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +14,11 @@ from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import Dense, GradSampleMode, PerSampleEngine, make_engine
-from dp_grape_hf.gradients.forms import Factored, SparseRows
-from dp_grape_hf.ledger import Clipping, Ledger
+from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
 from dp_grape_hf.mechanism.noise import grid_of
 from tests.models.matrix import projectors_for
 from tests.support.mechanism import (
-    MECHANISM,
     ROUNDING,
     Given,
     distance,
@@ -109,12 +106,6 @@ def test_factors_of_one_release_the_same_bits_as_none(mode: str, clipping: str) 
     assert all(torch.equal(value, without[name]) for name, value in with_ones.items())
 
 
-def test_the_first_pattern_that_matches_counts() -> None:
-    model, _, loss = MODELS["stack"]()
-    engine = with_factors(make_engine("layerwise", model, loss), {"first.bias": 2, "first": 3.0})
-    assert engine.gradient_factors == {"first.weight": 3.0, "first.bias": 2.0}
-
-
 # ---- Neighbours ----
 
 
@@ -169,32 +160,6 @@ def test_one_more_sample_moves_the_sum_before_noise_within_c(
                 assert alone == pytest.approx(bound, rel=1e-5)
 
 
-@pytest.mark.parametrize("factors", [{"bias": 1e3}, {"matrix": 1e-3, "table": 1e3}], ids=str)
-def test_a_sample_that_is_not_finite_contributes_exactly_zero(factors: dict[str, float]) -> None:
-    """Whichever parameter it is not finite in, and whatever form that one has."""
-    per_sample = Given(bias=(5,), matrix=(4, 3), table=(6, 3))
-
-    def batch() -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(0)
-        rows, cols, values = (
-            torch.randn(*shape, generator=generator) for shape in ((3, 2, 4), (3, 2, 3), (3, 2, 3))
-        )
-        return {
-            "bias": Dense(torch.randn(3, 5, generator=generator)),
-            "matrix": Factored(rows, cols),
-            "table": SparseRows(torch.tensor([[0, 0], [1, 2], [3, 5]]), values, 6),
-        }
-
-    mates = {name: g.select(torch.tensor([0, 2])) for name, g in batch().items()}
-    expected = released(with_factors(per_sample, factors), [mates])
-    for bad in (math.nan, math.inf, 1e25):
-        for name, where in (("bias", "values"), ("matrix", "rows"), ("table", "values")):
-            given = batch()
-            getattr(given[name], where)[1] = bad
-            found = released(with_factors(per_sample, factors), [given])
-            assert distance(found, expected) < 1e-6 * joint_norm(expected), (bad, name)
-
-
 # ---- The noise ----
 
 
@@ -229,16 +194,6 @@ def test_secure_noise_is_rounded_before_the_division() -> None:
 # ---- The record ----
 
 
-def test_the_ledger_keeps_the_factors_that_are_used(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.json"
-    engine = with_factors(Given(head=(3,), body=(3,)), {"head": 4.0, "body": 0.5})
-    Ledger.start(engine.ledger.mechanism, path).record()
-    recorded = Ledger.load(path).mechanism
-    assert recorded == engine.ledger.mechanism
-    assert recorded.factors_by_pattern == engine.gradient_factors == {"head": 4.0, "body": 0.5}
-    assert MECHANISM.factors_by_pattern == {}
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -250,8 +205,3 @@ def test_the_ledger_keeps_the_factors_that_are_used(tmp_path: Path) -> None:
 def test_factors_that_float32_does_not_bear_are_refused(text: str) -> None:
     with pytest.raises(PrivacyError, match=r"gradient_factors='.*must be JSON"):
         make_private(Given(head=(3,)), gradient_factors=text)
-
-
-def test_a_pattern_that_matches_no_parameter_is_refused() -> None:
-    with pytest.raises(PrivacyError, match="gradient_factors='tail': this pattern matches none"):
-        with_factors(Given(head=(3,)), {"tail": 2.0})

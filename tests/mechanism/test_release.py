@@ -511,15 +511,6 @@ def test_the_ledger_is_on_disk_before_the_noise_is_drawn(
     assert seen == [1]
 
 
-def test_after_a_failed_batch_the_next_logical_batch_cannot_begin() -> None:
-    engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
-    engine.begin({})
-    with pytest.raises(KeyError):
-        engine.accumulate({"b": Dense(torch.ones(2, 3))})
-    with pytest.raises(PrivacyError, match="before the last logical batch was released"):
-        engine.begin({})
-
-
 # ---- Several ranks ----
 
 

@@ -19,6 +19,7 @@ from dp_grape_hf.mechanism import (
     Turns,
     sampling,
 )
+from tests.support.marks import slow_but
 from tests.support.mechanism import coins
 
 
@@ -34,7 +35,7 @@ def _inclusions(num_samples: int, sample_rate: float, steps: int) -> torch.Tenso
 # ---- The law of a draw ----
 
 
-@pytest.mark.parametrize("sample_rate", [0.02, 0.3, 0.9])
+@pytest.mark.parametrize("sample_rate", slow_but({"0.3"}, [0.02, 0.3, 0.9]))
 def test_each_example_is_drawn_with_probability_q(sample_rate: float) -> None:
     """Chi-square of 200 counts over 4000 steps, normal approximation.
 

@@ -322,8 +322,3 @@ def test_a_resumed_schedule_continues_with_the_saved_p(update_steps: int | None)
         PrincipalProjection(
             {"a": (4, 8)}, rank=2, update_steps=None, measure=lambda ranks: {}
         ).load_state_dict(state)
-
-
-def test_steps_below_one_are_refused() -> None:
-    with pytest.raises(PrivacyError, match="projection_update_steps=0"):
-        schedule(0, [])

@@ -112,30 +112,6 @@ def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
     assert torch.equal(matrices[1][BLOCK_ROWS : 2 * BLOCK_ROWS], second)
 
 
-def test_gaussian_projections_are_what_ledgers_of_earlier_runs_say() -> None:
-    rows = BLOCK_ROWS + 7
-    found = schedule(shapes={"w": (rows, rows)}).at(9)["w"].matrix
-    blocks = [
-        torch.randn(length, 3, generator=projection_generator(5, 2, "w", block)) / 3**0.5
-        for block, length in enumerate((BLOCK_ROWS, 7))
-    ]
-    assert torch.equal(found, torch.cat(blocks))
-
-
-@each_family
-def test_a_layer_has_the_projection_that_it_has_alone(family: str) -> None:
-    shapes = {"wide": (8, 32), "tall": (32, 8), "table": (8, 8), "bias": (8,)}
-    found = schedule(family=family, shapes=shapes, input_dims={"table": 0}).at(0)
-    assert {name: (p.side, p.rank, len(p.matrix)) for name, p in found.items()} == {
-        "wide": (Side.LEFT, 3, 8),
-        "tall": (Side.RIGHT, 3, 8),
-        "table": (Side.LEFT, 3, 8),
-    }
-    for name, projector in found.items():
-        alone = schedule(family=family, shapes={name: shapes[name]}).at(0)[name]
-        assert torch.equal(alone.matrix, projector.matrix)
-
-
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 @pytest.mark.parametrize("side", Side)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -19,6 +19,7 @@ from recipes.report.cards import CARDS, DETAILS
 from tests.support import ledgers
 from tests.support.cards import rows, section
 from tests.support.hub_server import metadata_errors
+from tests.support.marks import slow_but
 
 MECHANISM = replace(
     ledgers.MECHANISM,
@@ -486,7 +487,7 @@ def test_all_committed_cards_are_rendered() -> None:
     assert {path.parent.name for path in (ROOT / CARDS).glob("*/README.md")} == DETAILS.keys()
 
 
-@pytest.mark.parametrize("folder", DETAILS)
+@pytest.mark.parametrize("folder", slow_but({"digits"}, DETAILS))
 def test_the_committed_cards_are_what_their_ledgers_render(folder: str) -> None:
     path = ROOT / CARDS / folder
     one, card = Ledger.load(path / LEDGER_NAME), (path / "README.md").read_text(encoding="utf-8")
