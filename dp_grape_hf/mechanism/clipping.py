@@ -120,26 +120,23 @@ _SYNCHRONOUS = {"cpu"}
 class Factors:
     """The clipping factors by which the gradients of samples are multiplied."""
 
-    values: Tensor  # factors of the samples that contribute; of all samples if ``of_all``
-    contributing: Tensor | None  # (B,), a mask; None if all samples contribute
-    of_all: bool = False  # then samples that do not contribute have factor 0
+    values: Tensor  # (B,); 0 for samples that do not contribute
+    contributing: Tensor | None  # (B,), a mask; None if all samples are known to contribute
 
     def select(self, gradient: PerSampleGradient) -> tuple[PerSampleGradient, Tensor]:
         """Return the gradients that contribute, and the factor of each.
 
-        Dense gradients that do not contribute may be set to zero instead, in place, because
-        0 * NaN is NaN.
+        Dense gradients that do not contribute are set to zero instead, in place: 0 * NaN is NaN.
         """
         if self.contributing is None:
             return gradient, self.values
-        if self.of_all and isinstance(gradient, Dense):
+        if isinstance(gradient, Dense):
             values = gradient.values
             lost = ~self.contributing.view(-1, *[1] * (values.dim() - 1))
             return Dense(values.masked_fill_(lost, 0)), self.values
-        if self.of_all and bool(self.contributing.all()):
+        if bool(self.contributing.all()):
             return gradient, self.values
-        values = self.values[self.contributing] if self.of_all else self.values
-        return gradient.select(self.contributing), values
+        return gradient.select(self.contributing), self.values[self.contributing]
 
 
 def bound_of_part(max_grad_norm: float, clipped_apart: str | None) -> float:
@@ -174,17 +171,12 @@ def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factor
     Samples with a norm that is not finite are left out.
     """
     finite = norms.isfinite()
-    reads = norms.device.type in _SYNCHRONOUS
-    all_finite = reads and bool(finite.all())
-    if reads and not all_finite:  # 0 * NaN is NaN: such a sample must not enter the sum
-        norms = norms[finite]
     if automatic:
         values = max_grad_norm / (norms + STABILITY)
     else:
         values = (max_grad_norm / norms).clamp(max=1.0)  # C / 0 is inf and clamps to 1
-    if not reads:
-        return Factors(values.masked_fill(~finite, 0), finite, of_all=True)
-    return Factors(values, None if all_finite else finite)
+    all_known = norms.device.type in _SYNCHRONOUS and bool(finite.all())
+    return Factors(values.masked_fill(~finite, 0), None if all_known else finite)
 
 
 def add_weighted_sum_(
