@@ -53,28 +53,18 @@ __all__ = [
     "principal_adapter",
 ]
 
-_SUBPACKAGE_OF = {
-    "METHODS": "arguments",
-    "DPGrapeDPOConfig": "trainer",
-    "DPGrapeDPOTrainer": "trainer",
-    "DPGrapeRewardConfig": "trainer",
-    "DPGrapeRewardTrainer": "trainer",
-    "DPGrapeSFTConfig": "trainer",
-    "DPGrapeSFTTrainer": "trainer",
-    "DPGrapeSeq2SeqTrainer": "trainer",
-    "DPGrapeSeq2SeqTrainingArguments": "trainer",
-    "DPGrapeTrainer": "trainer",
-    "DPGrapeTrainingArguments": "arguments",
-    "Ledger": "ledger",
-    "PrivacyError": "errors",
-    "PrivacySpent": "arguments",
-    "ProjectedAdam": "optimizers",
-    "ProjectedOptimizer": "optimizers",
-    "Publisher": "publishing",
-    "UnsupportedModelError": "errors",
-    "per_sample_gradients": "gradients",
-    "principal_adapter": "trainer",
+_NAMES_IN = {
+    "arguments": "METHODS DPGrapeTrainingArguments PrivacySpent",
+    "errors": "PrivacyError UnsupportedModelError",
+    "gradients": "per_sample_gradients",
+    "ledger": "Ledger",
+    "optimizers": "ProjectedAdam ProjectedOptimizer",
+    "publishing": "Publisher",
+    "trainer": "DPGrapeTrainer DPGrapeSeq2SeqTrainer DPGrapeSeq2SeqTrainingArguments "
+    "DPGrapeSFTTrainer DPGrapeSFTConfig DPGrapeDPOTrainer DPGrapeDPOConfig "
+    "DPGrapeRewardTrainer DPGrapeRewardConfig principal_adapter",
 }
+_SUBPACKAGE_OF = {name: package for package, names in _NAMES_IN.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

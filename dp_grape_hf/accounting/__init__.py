@@ -2,8 +2,7 @@
 
 This subpackage computes with public numbers only. It reads no model, data or files, and does not
 import torch. ``releases`` describes the releases of a run, ``accountants`` bounds their ε, and
-``calibration`` finds the noise for a budget. ``banded`` designs correlated noise, and ``sizes``
-chooses batch size and number of steps.
+``calibration`` finds the noise for a budget. ``banded`` designs correlated noise.
 """
 
 from dp_grape_hf.accounting.accountants import (
@@ -27,10 +26,10 @@ from dp_grape_hf.accounting.calibration import (
     expected_steps_per_epoch as expected_steps_per_epoch,
     find_noise_multiplier as find_noise_multiplier,
     refuse_large_delta as refuse_large_delta,
+    usual_batch_size as usual_batch_size,
 )
 from dp_grape_hf.accounting.rdp import AccountantFailure as AccountantFailure
 from dp_grape_hf.accounting.releases import (
     Adjacency as Adjacency,
     Releases as Releases,
 )
-from dp_grape_hf.accounting.sizes import batch_and_steps as batch_and_steps

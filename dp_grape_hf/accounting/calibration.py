@@ -256,6 +256,19 @@ def expected_steps_per_epoch(sample_rate: float) -> int:
     return nearest if math.isclose(steps, nearest, rel_tol=1e-9) else math.ceil(steps)
 
 
+def usual_batch_size(num_samples: int, epochs: float, steps: int | None = None) -> int:
+    """Return the expected batch size B that a run of so many epochs chooses.
+
+    B is 0.8 sqrt(epochs N). If the number of steps T is given, B is epochs N / T, but at most the
+    larger of N / 10 and that default, so that a test run of a few steps has no huge batches.
+    """
+    sampled = num_samples * epochs
+    size = 0.8 * math.sqrt(sampled)
+    if steps:
+        size = min(sampled / steps, max(size, 0.1 * num_samples))
+    return min(max(1, round(size)), num_samples)
+
+
 # ---- Calibration ----
 
 

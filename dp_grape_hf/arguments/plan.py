@@ -20,12 +20,12 @@ from transformers.trainer_utils import has_length
 
 from dp_grape_hf.accounting import (
     EpsilonCurve,
-    batch_and_steps,
     expected_steps_per_epoch,
     find_bands,
     find_noise_multiplier,
     refuse_large_delta,
     rounded_up,
+    usual_batch_size,
 )
 from dp_grape_hf.arguments.arguments import INDEPENDENT, DPGrapeArguments
 from dp_grape_hf.arguments.methods import METHODS
@@ -109,8 +109,7 @@ class PrivacyPlan:
         num_samples = args.num_samples or dataset_size
         given = args.max_steps if args.max_steps > 0 else None
         if args.expected_batch_size is None:
-            epochs = args.num_train_epochs
-            size = batch_and_steps(num_samples, epochs, steps=given)[0]
+            size = usual_batch_size(num_samples, args.num_train_epochs, given)
             args = args.with_choices({"expected_batch_size": size})
         self.args = args
         batch = args.logical_batch_size

@@ -10,12 +10,12 @@ from tqdm import tqdm
 from dp_grape_hf.accounting import (
     EpsilonCurve,
     Releases,
-    batch_and_steps,
     expected_steps_per_epoch,
     find_bands,
     find_noise_multiplier,
     refuse_large_delta,
     rounded_up,
+    usual_batch_size,
 )
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.tables import table
@@ -136,7 +136,13 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
     if num_samples is not None:
         refuse_large_delta(args.target_delta, num_samples)
     if batch_size is None and args.sample_rate is None:
-        batch_size = _chosen_batch(args)
+        if num_samples is None or args.num_train_epochs is None:
+            raise PrivacyError(
+                "Without expected_batch_size and sample_rate, the batch size is computed from "
+                "--num_samples and --num_train_epochs. Pass both, or pass --expected_batch_size "
+                "or --sample_rate."
+            )
+        batch_size = usual_batch_size(num_samples, args.num_train_epochs)
     if batch_size is None:
         sample_rate = args.sample_rate
         batch_size = None if num_samples is None else sample_rate * num_samples
@@ -152,14 +158,3 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, float | None, int]
     num_train_epochs: float = args.num_train_epochs
     epoch = expected_steps_per_epoch(sample_rate)
     return sample_rate, batch_size, math.ceil(num_train_epochs * epoch)
-
-
-def _chosen_batch(args: argparse.Namespace) -> int:
-    """Return the expected batch size that a run would choose."""
-    if args.num_samples is None or args.num_train_epochs is None:
-        raise PrivacyError(
-            "Without expected_batch_size and sample_rate, the batch size is computed from "
-            "--num_samples and --num_train_epochs. Pass both, or pass --expected_batch_size or "
-            "--sample_rate."
-        )
-    return batch_and_steps(args.num_samples, args.num_train_epochs)[0]

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
-from dp_grape_hf.accounting import batch_and_steps
+from dp_grape_hf.accounting import usual_batch_size
 from dp_grape_hf.choosing import (
     average_at_first,
     clipped_apart,
@@ -106,17 +106,15 @@ def of_the_run(suggestion: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("samples", "passes"), [(2635, 3), (60_000, 1), (1024, 10), (100_000, 30)])
-def test_batch_and_steps_read_what_the_passes_leave(samples: int, passes: float) -> None:
-    batch, steps = batch_and_steps(samples, passes)
-    assert samples * passes <= batch * steps < samples * passes + batch
-    more = batch_and_steps(samples, 4 * passes)
-    assert more[0] == pytest.approx(2 * batch, rel=0.02)
+def test_a_batch_grows_with_the_root_of_what_is_read(samples: int, passes: float) -> None:
+    size = usual_batch_size(samples, passes)
+    assert size == pytest.approx(0.8 * (samples * passes) ** 0.5, abs=0.5)
+    assert usual_batch_size(samples, 4 * passes) == pytest.approx(2 * size, rel=0.02)
 
 
-def test_a_given_half_decides_the_other() -> None:
-    assert batch_and_steps(1000, 2, steps=50) == (40, 50)
-    assert batch_and_steps(1000, 2, batch=100) == (100, 20)
-    assert batch_and_steps(10, 1000)[0] == 10  # no more than there are
+def test_given_steps_decide_the_batch() -> None:
+    assert usual_batch_size(1000, 2, steps=50) == 40
+    assert usual_batch_size(10, 1000) == 10  # no more than there are
 
 
 # ---- The walk of the noise ----
@@ -577,7 +575,7 @@ def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
     ("samples", "steps", "batch"), [(3000, 5, 300), (2635, 200, 40), (40, 3, 9)]
 )
 def test_a_step_samples_at_most_a_tenth_of_the_data(samples: int, steps: int, batch: int) -> None:
-    assert batch_and_steps(samples, 3, steps=steps) == (batch, steps)
+    assert usual_batch_size(samples, 3, steps) == batch
 
 
 # ---- It says what it chose ----

@@ -91,7 +91,7 @@ def test_nothing_is_chosen_again(
 ) -> None:
     """Not even if another version would choose another batch."""
     begun = begin("fresh")
-    monkeypatch.setattr(plan, "batch_and_steps", lambda *args, **given: (5, 26))
+    monkeypatch.setattr(plan, "usual_batch_size", lambda *args: 5)
     resumed = trainer_of(tmp_path, model_of("fresh"))
     monkeypatch.setattr(mixin, "find_rates", None)
     resumed.train(resume_from_checkpoint=True)
