@@ -90,7 +90,7 @@ class Ledger:
         cls,
         mechanism: Mechanism,
         path: str | Path | None = None,
-        private: bool = True,
+        *,
         reason: str = "",
         continues: Self | None = None,
         same_data: bool = True,
@@ -102,7 +102,6 @@ class Ledger:
         Args:
             mechanism: The parameters of the run.
             path: The live file. ``None`` counts in memory only, as all ranks but the first do.
-            private: Whether the run claims a guarantee.
             reason: Why the run has no guarantee; empty if it has one.
             continues: The ledger of the run whose weights this run starts from, if any. The new
                 ledger contains all its entries.
@@ -110,14 +109,9 @@ class Ledger:
                 add up. Otherwise the earlier releases are recorded and not counted.
 
         Raises:
-            PrivacyError: ``private`` and ``reason`` contradict each other; or the runs have
-                different adjacencies or privacy units, so that their epsilons do not add up; or a
-                run of another process uses the same path.
+            PrivacyError: the runs have different adjacencies or privacy units, so that their
+                epsilons do not add up; or a run of another process uses the same path.
         """
-        require(
-            private != bool(reason),
-            f"{private=} contradicts {reason=}. Give a reason if, and only if, private=False.",
-        )
         start = Start(
             run_id=secrets.token_hex(16),
             at=now(),

@@ -243,7 +243,7 @@ class Step:
         if setting.bands > 1 and private:
             coefficients = json.dumps([setting.bands**-0.5] * setting.bands)
             mechanism = replace(mechanism, noise=BANDED, coefficients=coefficients)
-        ledger = Ledger.start(mechanism, private=False, reason="a simulation")
+        ledger = Ledger.start(mechanism, reason="a simulation")
         noise = torch.Generator(run.per_sample.device)
         run.start(ledger, noise, NOISE_SLICE if self.gpu else None)
         optimizer = self.optimizer = run.make_optimizer()

@@ -321,7 +321,7 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
 
 def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path: Path) -> None:
     """Though it may be named elsewhere."""
-    ledger = _saved(tmp_path, private=False, reason="ε = 3 was asked for, trained with delta = 0.1")
+    ledger = _saved(tmp_path, reason="ε = 3 was asked for, trained with delta = 0.1")
     base, tags = "a/differential-privacy-bert", ("no-differential-privacy",)
     honest = render(ledger, CardDetails(base_model=base, tags=tags))
     card = tmp_path / CARD_NAME
@@ -825,7 +825,7 @@ def test_an_unedited_ledger_is_shown_with_all_entries_and_accountants(
 def test_a_run_without_a_guarantee_is_shown_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _saved(tmp_path, private=False, reason="the baseline")
+    _saved(tmp_path, reason="the baseline")
     assert main(["ledger", str(tmp_path)]) == 0
     assert "epsilon after 10 releases is infinite: the baseline" in capsys.readouterr().out
     assert main(["report", str(tmp_path)]) == 2

@@ -173,7 +173,7 @@ def test_the_card_shows_nothing_of_texts_that_are_not_public() -> None:
 
 
 def test_the_card_of_a_run_without_privacy_claims_none() -> None:
-    ledger = ledger_of(2, private=False, reason="a test")
+    ledger = ledger_of(2, reason="a test")
     text = card.render(ledger, results_of(), public=True)
     assert "no privacy guarantee" in text
     assert "differential" not in text.split("---\n")[1]

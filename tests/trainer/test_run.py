@@ -63,7 +63,7 @@ def private_run(folder: Path, observer: Observer | None = None, **changes: Any) 
     args = make_args(folder, **changes)
     run = PrivateRun(args, TinyForSequenceClassification(), observer=observer)
     plan = PrivacyPlan(args, len(points()))
-    ledger = Ledger.start(plan.mechanism, private=False, reason="a test")
+    ledger = Ledger.start(plan.mechanism, reason="a test")
     run.start(ledger, torch.Generator().manual_seed(0))
     run.make_optimizer()
     return run
