@@ -4,7 +4,6 @@ The default is PLD. RDP starts searches and is a fallback if the selected accoun
 choice depends only on the public numbers of the releases, never on data.
 """
 
-import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,8 +17,6 @@ from scipy.special import ndtr, ndtri
 
 from dp_grape_hf.accounting.rdp import RDP, Accountant, AccountantFailure, Block, renyi_epsilon
 from dp_grape_hf.accounting.replace_one import output_of_loss
-
-logger = logging.getLogger(__name__)
 
 
 class PLD(Accountant):
@@ -186,48 +183,8 @@ ACCOUNTANTS: dict[str, type[Accountant]] = {"pld": PLD, "prv": PRV, "rdp": RDP}
 DEFAULT, ROUGH = "pld", "rdp"
 """The default accountant, and the accountant that starts searches."""
 
-_INSTEAD = {"prv": "pld", "pld": "rdp"}
-
-
-class Composition:
-    """A bound on ε of one composition, by the selected accountant or by its fallback.
-
-    All accountants bound the same true ε from above, so each answer is valid. ``accountant`` is the
-    name of the accountant in use. Answers are cached.
-    """
-
-    def __init__(
-        self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float, accountant: str
-    ) -> None:
-        self.accountant = accountant
-        self._arguments = blocks, max_counts, delta
-        self._noiseless = any(block.noise_multiplier == 0 for block in blocks)
-        self._built: Accountant | None = None
-        self._answers: dict[tuple[int, ...], float] = {}
-
-    def epsilon(self, counts: Sequence[int]) -> float:
-        """Return an upper bound on ε for ``counts[i]`` > 0 releases of block i."""
-        if self._noiseless:
-            return math.inf
-        key = tuple(counts)
-        while key not in self._answers:
-            try:
-                if self._built is None:
-                    self._built = ACCOUNTANTS[self.accountant](*self._arguments)
-                answer = self._built.epsilon(counts)
-                if not math.isfinite(answer) and self.accountant in _INSTEAD:
-                    raise AccountantFailure(f"it returned {answer}")
-                self._answers[key] = max(0.0, answer)
-            except AccountantFailure as failure:
-                if self.accountant not in _INSTEAD:
-                    raise
-                instead = _INSTEAD[self.accountant]
-                logger.warning(
-                    f"The accountant {self.accountant} cannot bound epsilon here ({failure}); "
-                    f"using {instead} instead, which is an upper bound too."
-                )
-                self.accountant, self._built = instead, None
-        return self._answers[key]
+INSTEAD = {"prv": "pld", "pld": "rdp"}
+"""The accountant that replaces one which fails. All bound the same true ε from above."""
 
 
 def rounded_up(value: float, digits: int = 4) -> float:

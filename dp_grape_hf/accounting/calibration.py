@@ -16,6 +16,7 @@ Guarantee:
     successive steps, with probability b q; see `banded`.
 """
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,11 +24,13 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from dp_grape_hf.accounting.accountants import ACCOUNTANTS, DEFAULT, ROUGH, Composition
-from dp_grape_hf.accounting.rdp import Block
+from dp_grape_hf.accounting.accountants import ACCOUNTANTS, DEFAULT, INSTEAD, ROUGH
+from dp_grape_hf.accounting.rdp import Accountant, AccountantFailure, Block
 from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.phases import advance
+
+logger = logging.getLogger(__name__)
 
 
 def compute_epsilon(
@@ -78,9 +81,10 @@ def compose_epsilon(
     1.12
     """
     _check_delta("delta", delta)
-    accountant = _accountant_of(accountant)
-    blocks, counts = blocks_of(releases)
-    return Composition(blocks, counts, delta, accountant).epsilon(counts) if blocks else 0.0
+    if not releases:
+        return 0.0
+    *others, last = releases
+    return EpsilonCurve(last, delta, accountant, others).epsilon(last.steps)
 
 
 def blocks_of(releases: Sequence[Releases]) -> tuple[list[Block], list[int]]:
@@ -186,6 +190,10 @@ class EpsilonCurve:
     if a run exceeds these steps. Answers are cached. Every answer includes the ``earlier`` releases
     of runs on the same data.
 
+    Attributes:
+        accountant: the name of the accountant in use: the selected one, or its fallback if it
+            failed.
+
     >>> curve = EpsilonCurve(Releases(4.0, 64 / 1024, 1000), 1e-5, accountant="rdp")
     >>> [round(curve.epsilon(steps), 2) for steps in (0, 10, 1000)]
     [0.0, 0.21, 2.21]
@@ -198,32 +206,47 @@ class EpsilonCurve:
         accountant: str = DEFAULT,
         earlier: Sequence[Releases] = (),
     ) -> None:
-        self._releases, self._earlier = releases, list(earlier)
         _check_delta("delta", delta)
-        self._delta = delta
-        self._composition = self._compose(_accountant_of(accountant))
+        self.accountant = _accountant_of(accountant)
+        self._releases, self._delta, self._earlier = releases, delta, list(earlier)
+        self._built: Accountant | None = None
+        self._answers: dict[tuple[int, ...], float] = {}
+        self._blocks(releases.steps)  # refuses values out of range
 
-    def _all(self, steps: int) -> tuple[list[Block], list[int]]:
+    def _blocks(self, steps: int) -> tuple[list[Block], list[int]]:
         return blocks_of([replace(self._releases, steps=steps), *self._earlier])
-
-    def _compose(self, accountant: str) -> Composition:
-        return Composition(*self._all(self._releases.steps), self._delta, accountant)
-
-    @property
-    def accountant(self) -> str:
-        """The name of the accountant in use: the selected one, or its fallback if it failed."""
-        return self._composition.accountant
 
     def epsilon(self, steps: int) -> float:
         """Return an upper bound on ε after ``steps`` steps."""
         if steps > self._releases.steps:
             more = max(int(steps), 2 * self._releases.steps)
-            self._releases = replace(self._releases, steps=more)
-            self._composition = self._compose(self.accountant)
+            self._releases, self._built = replace(self._releases, steps=more), None
         advance()
         if steps == 0:
             return compose_epsilon(self._earlier, delta=self._delta, accountant=self.accountant)
-        return self._composition.epsilon(self._all(steps)[1])
+        blocks, counts = self._blocks(steps)
+        if any(block.noise_multiplier == 0 for block in blocks):
+            return math.inf
+        key = tuple(counts)
+        while key not in self._answers:
+            try:
+                if self._built is None:
+                    most = self._blocks(self._releases.steps)
+                    self._built = ACCOUNTANTS[self.accountant](*most, self._delta)
+                answer = self._built.epsilon(counts)
+                if not math.isfinite(answer) and self.accountant in INSTEAD:
+                    raise AccountantFailure(f"it returned {answer}")
+                self._answers[key] = max(0.0, answer)
+            except AccountantFailure as failure:
+                if self.accountant not in INSTEAD:
+                    raise
+                instead = INSTEAD[self.accountant]
+                logger.warning(
+                    f"The accountant {self.accountant} cannot bound epsilon here ({failure}); "
+                    f"using {instead} instead, which is an upper bound too."
+                )
+                self.accountant, self._built = instead, None
+        return self._answers[key]
 
 
 def refuse_large_delta(delta: float, num_samples: int, unit: str = "example") -> None:
