@@ -444,18 +444,11 @@ def test_branches_that_both_released_are_refused(run: tuple[Path, Path], tmp_pat
     Ledger.resume(run[0], run[1], MECHANISM, updates=20).record(4)
     with pytest.raises(PrivacyError, match="branches of one run"):
         Ledger.resume(elsewhere, run[1], MECHANISM, updates=20)
-
-
-def test_releases_of_another_branch_are_counted_separately(
-    run: tuple[Path, Path],
-) -> None:
-    """The copy holds 2 releases after the 20th, the live file 5, none of which are the same."""
-    live, copy = run
-    branch = Ledger.load(copy)
+    branch = Ledger.load(run[1])  # also one in a copy
     branch.record(2)
-    branch.snapshot(22).save(copy)
+    branch.snapshot(22).save(run[1])
     with pytest.raises(PrivacyError, match="branches of one run"):
-        Ledger.resume(live, copy, MECHANISM, updates=22)
+        Ledger.resume(*run, MECHANISM, updates=22)
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["live", "checkpoint"])

@@ -85,7 +85,7 @@ def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
 
 
 def trained(folder: Path, **changes: Any) -> Any:
-    trainer = trainer_of(folder, **{"save_strategy": "no"} | changes)
+    trainer = trainer_of(folder, **{"save_strategy": "no", "max_steps": 1} | changes)
     trainer.train()
     return trainer
 
@@ -595,7 +595,7 @@ def test_a_folder_changed_after_saving_is_not_sent(hub: Hub, copy: Path, tmp_pat
         ),
         "no ledger": (lambda f: (f / LEDGER_NAME).unlink(), "no valid privacy ledger"),
         "ledger": (
-            lambda f: edit(f / LEDGER_NAME, lambda c: c["entries"][1].update(count=1)),
+            lambda f: edit(f / LEDGER_NAME, lambda c: c["entries"][1].update(count=3)),
             "no valid privacy ledger",
         ),
     }
