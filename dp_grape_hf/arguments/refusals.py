@@ -349,7 +349,8 @@ def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
 
 def _refuse_following_evaluation(args: TrainingArguments) -> None:
     """Refuse to choose weights or learning rates by a metric of private evaluation data."""
-    strategy, scheduler = SaveStrategy(args.save_strategy), _scheduler(args.lr_scheduler_type)
+    strategy = SaveStrategy(args.save_strategy)
+    scheduler = SchedulerType(args.lr_scheduler_type)
     chooses = args.load_best_model_at_end or strategy is SaveStrategy.BEST
     if args.metric_for_best_model is not None and args.save_total_limit:
         chooses = True  # the best checkpoint is the one that is not deleted
@@ -367,11 +368,3 @@ def _refuse_following_evaluation(args: TrainingArguments) -> None:
         "not cover. Set eval_data_is_public=True if these data are public. Otherwise, use the last "
         "checkpoint and a fixed schedule."
     )
-
-
-def _scheduler(name: Any) -> SchedulerType:
-    try:
-        return SchedulerType(name)
-    except ValueError:
-        names = ", ".join(repr(scheduler.value) for scheduler in SchedulerType)
-        raise PrivacyError(f"lr_scheduler_type={name!r} must be one of: {names}.") from None

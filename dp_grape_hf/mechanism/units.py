@@ -178,7 +178,7 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         is drawn from the shared sampling stream, so it is the same on every rank.
 
     Raises:
-        PrivacyError: if an argument is out of range.
+        PrivacyError: if ``draws`` does not sample these units.
     """
 
     def __init__(
@@ -187,10 +187,6 @@ class UnitBatchSampler(Sampler[list[list[int]]]):
         require(
             draws.num_samples == len(units),
             "draws.num_samples must be the number of units.",
-        )
-        require(
-            max_examples_per_unit is None or max_examples_per_unit >= 1,
-            f"{max_examples_per_unit=} must be at least 1, or None for all of a unit's examples.",
         )
         self.draws = draws
         self.units = units

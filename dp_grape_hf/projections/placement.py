@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import NamedTuple
 
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import PrivacyError
 
 _MOST_LISTED = 20  # largest number of names in an error message
 
@@ -54,18 +54,10 @@ def placements(
             ``nn.Linear``, which stores (out, in).
         of_input: whether to project the dimension of the input, instead of the smaller one.
 
-    Raises:
-        PrivacyError: if the rank is below 1.
-
     >>> found = placements({"a": (8, 32), "b": (32, 8), "c": (8, 4), "d": (8,)}, 4)
     >>> {name: (place.side.value, place.rows) for name, place in found.items()}
     {'a': ('left', 8), 'b': ('right', 8)}
     """
-    require(
-        rank >= 1,
-        f"projection_rank={rank} must be at least 1, because P has so many columns. Pass a larger "
-        "rank.",
-    )
     placed = {}
     for name, shape in shapes.items():
         if len(shape) != 2:

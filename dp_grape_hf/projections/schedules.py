@@ -39,11 +39,6 @@ class _Redrawn:
         update_steps: int | None,
         device: torch.device | str,
     ) -> None:
-        require(
-            update_steps is None or update_steps >= 1,
-            f"projection_update_steps={update_steps} must be at least 1, because it is the number "
-            "of steps between two redraws of P. Pass a larger number.",
-        )
         self.placements = placed
         self._update_steps, self._device = update_steps, torch.device(device)
         self._refresh = -1
@@ -128,9 +123,6 @@ class ProjectionSchedule(_Redrawn):
         seed: the public projection seed.
         device: the device of the projectors.
         input_dims: parameter name -> the dimension of the layer's input, if it is not 1.
-
-    Raises:
-        PrivacyError: if the family is unknown, or rank or update_steps is below 1.
     """
 
     def __init__(
@@ -144,11 +136,6 @@ class ProjectionSchedule(_Redrawn):
         device: torch.device | str = "cpu",
         input_dims: Mapping[str, int] | None = None,
     ) -> None:
-        families = ", ".join(sorted(PROJECTIONS))
-        require(
-            family in PROJECTIONS,
-            f"projection={family!r} is not known; choose one of: {families}.",
-        )
         placed = placements(shapes, rank, input_dims)
         self._draw, self._seed = PROJECTIONS[family], seed
         super().__init__(placed if self._draw else {}, update_steps, device)
@@ -195,9 +182,6 @@ class PrincipalProjection(SavedProjection):
         device: the device of the projectors.
         input_dims: parameter name -> the dimension of features, if it is not 1.
         square: the names of parameters with a square P.
-
-    Raises:
-        PrivacyError: if rank or update_steps is below 1.
     """
 
     def __init__(

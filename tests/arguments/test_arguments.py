@@ -300,7 +300,7 @@ VALUES = [
     *(("target_delta", value) for value in (0.0, 1.0, math.nan)),
     *(("noise_multiplier", value) for value in (-1.0, math.inf, math.nan)),
     *(("max_grad_norm", value) for value in (-0.5, math.nan, math.inf)),
-    *((name, 0) for name in ("expected_batch_size", "num_samples")),
+    *((name, 0) for name in ("expected_batch_size", "num_samples", "max_examples_per_unit")),
     *((name, 0) for name in ("projection_rank", "projection_update_steps")),
     *((name, "little") for name in ("target_delta", "max_grad_norm", "noise_multiplier")),
     ("projection_seed", -1),

@@ -176,8 +176,6 @@ def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
 def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrivacyError, match="num_samples"):
         UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, coins()), UNITS)
-    with pytest.raises(PrivacyError, match="max_examples_per_unit=0"):
-        UnitBatchSampler(PoissonBatchSampler(8, 0.5, 1, coins()), UNITS, 0)
 
 
 # ---- Physical batches ----
