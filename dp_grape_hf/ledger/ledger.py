@@ -211,14 +211,10 @@ class Ledger:
             )
             require_same_mechanism(mechanism, live.mechanism, path)
             require(
-                live.steps >= ledger.steps,
-                f"{both} contain {live.steps} and {ledger.steps} releases, so the first file was "
-                "rolled back. Restore its newest copy.",
-            )
-            require(
                 not lacks_releases(live.links, ledger.links),
-                f"{both} are branches of one run: each contains releases that the other lacks, so "
-                "neither counts all. Start a new run that continues one of them, and add up the "
+                f"{both} contain {live.steps} and {ledger.steps} releases, and the first lacks "
+                "some of the second: it was rolled back, or they are branches of one run. Restore "
+                "its newest copy, or start a new run that continues one of them, and add up the "
                 "epsilon of both.",
             )
             reasons += live.not_private_reasons
