@@ -3,8 +3,8 @@
 import math
 import os
 import shutil
-import subprocess
-import sys
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ from dp_grape_hf.accounting import (
 )
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, earlier as continuing, find_earlier
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
 from dp_grape_hf.ledger.entries import SAME_DATA
 from dp_grape_hf.publishing import MISMATCH, render, verify
 from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
@@ -390,44 +390,58 @@ def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) ->
 
 # ---- One process at a time ----
 
-_HOLD = """
-import sys
-from dp_grape_hf.ledger import Ledger, Mechanism
-ledger = Ledger.start(Mechanism(**eval(sys.argv[2])), sys.argv[1])
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def _in_a_fork(path: Path, end: Callable[[int], object]) -> int:
+    """Starts a run in another process, and returns its exit code: 1 if it was refused.
+
+    ``end`` is called with the number of the process while that holds the run, if it does.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            ledger = Ledger.start(MECHANISM, path)
+        except PrivacyError as error:
+            os._exit(1 if "another process that still runs" in str(error) else 2)
+        os.write(write, b"held")
+        time.sleep(60)
+        os._exit(int(ledger.steps))
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        if pipe.read(4) == "held":
+            end(child)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="locks are those of POSIX")
+def _kill(process: int) -> None:
+    os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_run_of_another_living_process_is_not_joined(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
-    command = [sys.executable, "-c", _HOLD, str(path), repr(vars(MECHANISM))]
-    root = Path(continuing.__file__).parents[1]
-    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": root}
-    with subprocess.Popen(command, **pipes) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
+
+    def refused(process: int) -> None:
         content = path.read_text()
         with pytest.raises(PrivacyError, match="another process that still runs"):
             Ledger.start(MECHANISM, path)
         with pytest.raises(PrivacyError, match="another process that still runs"):
             Ledger.resume(path, tmp_path / "copy", MECHANISM, updates=0)
         assert path.read_text() == content
-        process.kill()
+        _kill(process)
+
+    assert _in_a_fork(path, refused) == -signal.SIGKILL
     mine = Ledger.start(MECHANISM, path)
     again = Ledger.start(MECHANISM, path)  # the same process is not locked out
     again.record()
+    assert _in_a_fork(path, _kill) == 1
     del mine, again
-    with subprocess.Popen(command, **pipes) as process:  # nobody holds it any more
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        process.kill()
+    assert _in_a_fork(path, _kill) == -signal.SIGKILL  # nobody holds it any more
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> None:
     path = tmp_path / LEDGER_NAME
     ledger = Ledger.start(MECHANISM, path)
@@ -437,9 +451,4 @@ def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> Non
         os._exit(0)
     os.waitpid(child, 0)
     ledger.record()
-    command = [sys.executable, "-c", _HOLD, str(path), repr(vars(MECHANISM))]
-    done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    assert done.returncode != 0
-    assert "another process that still runs" in done.stderr
+    assert _in_a_fork(path, _kill) == 1

@@ -4,11 +4,9 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ import pytest
 from dp_grape_hf.accounting.accountants import PRV
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release, ledger as ledger_module
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism, Release
 from dp_grape_hf.ledger.entries import SCHEMA_VERSION
 from dp_grape_hf.ledger.record import LEFT_OUT_IF_NONE, MAY_CHANGE_ON_RESUME
 from dp_grape_hf.ledger.storage import FILE_VERSION
@@ -205,31 +203,29 @@ def test_a_ledger_of_version_1_is_read_and_goes_on(run: tuple[Path, Path]) -> No
     assert Ledger.load(run[0]).goes_on_from(Ledger.load(run[1]))
 
 
-_RECORD_FOREVER = """
-import sys
-from dp_grape_hf.ledger import Ledger, Mechanism
-ledger = Ledger.start(Mechanism(**eval(sys.argv[2])), sys.argv[1])
-while True:
-    ledger.record()
-    sys.stdout.write(f"{ledger.steps}\\n")
-    sys.stdout.flush()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGKILL")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path: Path) -> None:
     """At 20 moments; at most one more was recorded than acknowledged."""
     path, moments = tmp_path / LEDGER_NAME, random.Random(0)
-    command = [sys.executable, "-c", _RECORD_FOREVER, str(path), repr(asdict(MECHANISM))]
-    root = Path(ledger_module.__file__).parents[1]
     for _ in range(20):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as process:
-            assert process.stdout is not None
-            lines = [process.stdout.readline() for _ in range(moments.randint(1, 40))]
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                ledger = Ledger.start(MECHANISM, path)
+                while True:
+                    ledger.record()
+                    os.write(write, f"{ledger.steps}\n".encode())
+            finally:
+                os._exit(1)
+        os.close(write)
+        with os.fdopen(read) as acknowledged:
+            lines = [acknowledged.readline() for _ in range(moments.randint(1, 40))]
             time.sleep(moments.random() / 1000)
-            process.send_signal(signal.SIGKILL)
-            lines += [line for line in process.stdout if line.endswith("\n")]
+            os.kill(child, signal.SIGKILL)
+            lines += [line for line in acknowledged if line.endswith("\n")]
+        os.waitpid(child, 0)
         assert Ledger.load(path).steps in (int(lines[-1]), int(lines[-1]) + 1)
         left = {file.name for file in tmp_path.iterdir() if "before" not in file.name}
         assert left <= {LEDGER_NAME, f".{LEDGER_NAME}.tmp", LOCK_NAME}
