@@ -222,9 +222,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if tuple(optimizers) != (None, None) or optimizer_cls_and_kwargs is not None:
             raise PrivacyError(
                 "An optimizer or its scheduler was passed, but private gradients are in projected "
-                "coordinates, which only ProjectedOptimizer understands. Choose a schedule by "
-                "lr_scheduler_type, or set trainer.lr_scheduler to one made around "
-                "trainer.create_optimizer()."
+                "coordinates, which only ProjectedOptimizer understands. Choose an update rule by "
+                "optim ('sgd', 'adamw_torch') and a schedule by lr_scheduler_type, or set "
+                "trainer.lr_scheduler to one made around trainer.create_optimizer()."
             )
         require(
             "loss" not in kwargs,
@@ -268,6 +268,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self._user_loss = with_three_arguments(compute_loss_func)
         if self._user_loss is not None:
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
+            self.label_names = self.label_names or ["labels"]  # a forward may take none
         refuse_model(args.method, self.model)
         refuse_modules(self.model)  # now, as the first run of some takes a minute
         name_labels(self.model, train_dataset)

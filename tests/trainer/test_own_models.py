@@ -258,6 +258,20 @@ def test_a_prediction_is_not_taken_for_a_loss(tmp_path: Path) -> None:
         trainer_of(tmp_path, Predicts(), image_row)
 
 
+def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
+    rows = [{"input": torch.randn(FEATURES), "labels": i % 2} for i in range(ROWS)]
+    model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 2))
+
+    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+        return cross_entropy(outputs, labels, reduction="none")
+
+    trainer = make_trainer(
+        tmp_path, model=model, train_dataset=Examples(rows), compute_loss_func=loss
+    )
+    trainer.train()
+    assert trainer.evaluate(Examples([{**row, "input": -row["input"]} for row in rows[:4]]))
+
+
 def test_the_loss_argument_of_sentence_transformers_gets_an_answer(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="SentenceTransformerTrainer"):
         trainer_of(tmp_path, Denoiser(), image_row, loss=nn.MSELoss())
