@@ -126,13 +126,16 @@ class Factors:
     def select(self, gradient: PerSampleGradient) -> tuple[PerSampleGradient, Tensor]:
         """Return the gradients that contribute, and the factor of each.
 
-        Dense gradients that do not contribute are set to zero instead, in place: 0 * NaN is NaN.
+        Dense gradients that do not contribute are set to zero instead, in place if possible:
+        0 * NaN is NaN.
         """
         if self.contributing is None:
             return gradient, self.values
         if isinstance(gradient, Dense):
             values = gradient.values
             lost = ~self.contributing.view(-1, *[1] * (values.dim() - 1))
+            if 0 in values.stride():  # expanded: several numbers share their memory
+                return Dense(values.masked_fill(lost, 0)), self.values
             return Dense(values.masked_fill_(lost, 0)), self.values
         if bool(self.contributing.all()):
             return gradient, self.values

@@ -268,6 +268,16 @@ def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> N
         assert (joint_norm(expected) > 0) == bool(good)
 
 
+def test_expanded_zeros_of_a_left_out_parameter_stay_zero() -> None:
+    gradients = pair("dense", [1.0, NAN])
+    zeros = {"left out": Dense(torch.zeros(()).expand(2, ROWS, COLUMNS))}
+    mate = {name: gradient.select(torch.tensor([0])) for name, gradient in gradients.items()}
+    total: dict[str, Tensor] = {}
+    add_clipped_sum_(total, gradients | zeros, 1.0)
+    assert not total.pop("left out").any()
+    assert distance(total, clipped(mate, 1.0)) < ROUNDING
+
+
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_one_non_finite_parameter_gradient_drops_the_sample_from_all(bad: float) -> None:
     gradients = pair("dense", [1.0, 1.0])
