@@ -265,7 +265,8 @@ OPTIONS: dict[str, Option] = {
     "update_rule": one_of("adagrad", "adam", "momentum", "rmsprop", "sgd").option(
         "How private updates move weights: `adam`, `momentum`, `sgd`, `rmsprop` or `adagrad` "
         "([optimizers](../optimizers/README.md)). transformers' `optim` can name the last three.",
-        otherwise="chosen for principal directions if learning_rate is, else that of the method",
+        otherwise="chosen for principal directions and LoRA if learning_rate is, else that of the "
+        "method",
     ),
     "learning_rate_factors": FACTORS.option(
         'Factors of the learning rate by name patterns, such as `{"classifier": 20}` for a new '

@@ -310,6 +310,9 @@ class DPGrapeArguments(_Host):
         choices = {"lr_scheduler_type": schedule(pretrained=pretrained)}
         if self.projection == PRINCIPAL:
             choices |= rule_and_rank(pretrained=pretrained)
+        elif METHODS[self.method].adapter:
+            rule = rule_and_rank(pretrained=True)["update_rule"]
+            choices["update_rule"] = rule if pretrained else METHODS[self.method].update_rule
         return choices
 
     def _set_not_private(self) -> None:

@@ -113,6 +113,16 @@ def test_without_a_rate_what_is_not_given_is_chosen() -> None:
     assert kept == ("adam", 8, "flat", 16)
 
 
+def test_lora_on_pretrained_weights_moves_by_momentum() -> None:
+    chosen = make(method="dp_lora")
+    assert (chosen.update_rule, chosen.noise) == ("momentum", None)  # None: banded where it helps
+    fresh = chosen.for_fresh_weights()
+    assert (fresh.update_rule, fresh.noise) == ("adam", "independent")
+    given = make(method="dp_lora", learning_rate=1e-3), make(method="dp_lora", update_rule="sgd")
+    assert [args.update_rule for args in given] == ["adam", "sgd"]
+    assert make(method="dp_adam").update_rule == "adam"
+
+
 @pytest.mark.parametrize("changes", [NO_NOISE, {"method": "adam", "target_epsilon": None}])
 def test_without_noise_there_is_nothing_to_choose_by(changes: dict[str, Any]) -> None:
     args = make(**changes)
