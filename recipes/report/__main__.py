@@ -123,6 +123,7 @@ loading come on top.
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
     "allocation": _of("studies/results/allocation.json", studies.allocation),
+    "head-texts": _of("studies/results/head_texts.json", studies.head_texts),
     "pairs-head": _of("studies/results/pairs_head.json", studies.pairs_head),
     "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
     "benchmark-compiled": _of("benchmark/results/compiled_*.json", timing.as_markdown),

@@ -35,3 +35,20 @@ def pairs_head(record: Mapping[str, Any]) -> str:
     titles += [f"ε = {e:g}" for e in sorted({cell["epsilon"] for cell in record["cells"]})]
     ordered = sorted(rows, key=lambda s: (s[0] != "pair", -float(s[1]), int(s[2])))
     return table(titles, ([*setting, *rows[setting]] for setting in ordered))
+
+
+def head_texts(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of a head by the texts of its P, over the seeds of these texts."""
+    means: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for cell in record["cells"]:
+        column = f"ε = {cell['epsilon']}, noise in logits {cell['logit_noise']:g}"
+        row = means.setdefault((cell["task"], cell["texts"]), {})
+        row.setdefault(column, []).append(sum(cell["accuracy"]) / len(cell["accuracy"]))
+    titles = ["Task", "Texts of 8 tokens", *next(iter(means.values()))]
+    return table(
+        titles,
+        (
+            [task, f"{texts:,}", *(score_text(mean_and_error(some)) for some in row.values())]
+            for (task, texts), row in means.items()
+        ),
+    )
