@@ -350,7 +350,13 @@ def _refuse_uploading_trackers(trackers: str | list[str] | None) -> None:
 def _refuse_following_evaluation(args: TrainingArguments) -> None:
     """Refuse to choose weights or learning rates by a metric of private evaluation data."""
     strategy = SaveStrategy(args.save_strategy)
-    scheduler = SchedulerType(args.lr_scheduler_type)
+    try:
+        scheduler = SchedulerType(args.lr_scheduler_type)
+    except ValueError:
+        names = ", ".join(repr(scheduler.value) for scheduler in SchedulerType)
+        raise PrivacyError(
+            f"lr_scheduler_type={args.lr_scheduler_type!r} must be one of: {names}."
+        ) from None
     chooses = args.load_best_model_at_end or strategy is SaveStrategy.BEST
     if args.metric_for_best_model is not None and args.save_total_limit:
         chooses = True  # the best checkpoint is the one that is not deleted

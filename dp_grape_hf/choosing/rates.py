@@ -101,8 +101,10 @@ def push_of_signal(
     """Return how far constant gradients move parameters in a run, at a rate of 1.
 
     Args:
-        rule, settings, schedule: as for ``walk_of_noise``.
+        rule: as for ``walk_of_noise``.
+        settings: as for ``walk_of_noise``.
         sizes: the gradients, any shape.
+        schedule: as for ``walk_of_noise``.
 
     Returns:
         The distances, of the shape of ``sizes``.
@@ -432,7 +434,8 @@ def steps_of(
 
     Args:
         gradients: parameter name -> constant gradient.
-        push, steps: as in ``Setting``.
+        push: returns how far constant gradients move weights in a run, as ``push_of_signal`` does.
+        steps: the number of steps of the run.
     """
     largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
     if not largest:

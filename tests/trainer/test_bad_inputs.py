@@ -93,7 +93,7 @@ def _refusal(error: Exception) -> str:
         assert not hasattr(error, "__notes__")
         return str(error)
     (note,) = error.__notes__
-    assert "train_dataset[0] " in note
+    assert "train_dataset[0] " in note or "num_labels" in note
     return f"{error}\n{note}"
 
 
