@@ -36,12 +36,10 @@ demo: $(VENV)/.installed-recipes  ## train privately on handwritten digits, half
 	@echo 'Train on your own data: see "Make your own script private" in README.md.'
 
 test: $(VENV)/.installed-test  ## run the tests but the slow ones, and the examples in docstrings
-	$(PYTEST) -m "not slow" tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
+	$(PYTEST) -m "not slow" --doctest-modules dp_grape_hf tests
 
 test-all: $(VENV)/.installed-test $(VENV)/.installed-site  ## run all tests, and the examples in docstrings
-	$(PYTEST) tests
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --doctest-modules dp_grape_hf
+	$(PYTEST) --doctest-modules dp_grape_hf tests
 
 # Fetches the newest wheel of each minor release, from the oldest that setup.cfg allows up to the
 # first one that does not exist. The test checks that the list is complete.
