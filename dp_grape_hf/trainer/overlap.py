@@ -202,12 +202,12 @@ def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[A
 
 def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
     """Return a hash of 64 bits of the values of a row under these names; 0 if there are none."""
-    held = tuple(_canonical(row.get(name)) for name in names)
-    return hash(held) if any(held) else 0
+    held = [_canonical(row.get(name)) for name in names]
+    return hash(repr(held)) if any(held) else 0  # of the text, as Python's hash of -1 is that of -2
 
 
 def _canonical(value: Any) -> Any:
-    """Return a hashable value that does not depend on a library; None if the value is empty."""
+    """Return a value in a form that does not depend on a library; None if it is empty."""
     if isinstance(value, str | bytes | None):
         return value or None
     if isinstance(value, Mapping):
@@ -237,7 +237,7 @@ def _canonical(value: Any) -> Any:
         return repr(value)
     if array.ndim == 0:
         return array.item()
-    return (array.shape, array.tobytes()) if array.size else None
+    return (array.shape, hash(array.tobytes())) if array.size else None
 
 
 def _content_of_file(content: bytes | None, path: str | None) -> bytes | str | None:

@@ -221,6 +221,8 @@ def test_copies_of_what_a_transform_makes_are_told() -> None:
         ({"user": "a", "words": "x"}, {"user": "a", "text": "x"}, False),
         ({"age": 31, "height": 1.75}, {"age": 31, "height": 1.75, "labels": 1}, True),
         ({"labels": [4, 5]}, {"labels": [4, 5]}, True),
+        ({"ids": [-1, 3], "labels": 1}, {"ids": [-2, 3], "labels": 1}, False),  # of one hash
+        ({"age": -1, "height": -1.0}, {"age": -2, "height": -2.0}, False),
         (([1.5], 0), ([1.5], 0), True),
         (
             {"said": [{"role": "user"}], "raw": b"ab"},
