@@ -93,7 +93,7 @@ class FunctorchEngine(PerSampleEngine):
     ) -> Tensor:
         """Return the losses (B,) as functions of the coordinates of each sample.
 
-        The backward pass adds gradients in other forms than that of coordinates to ``captured``.
+        The backward pass adds gradients in other forms, such as factors, to ``captured``.
         """
         if not self._loops:
             try:

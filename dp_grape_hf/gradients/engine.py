@@ -115,8 +115,8 @@ class PerSampleEngine(ABC):
         refuse_modules(model)
         self._configs = configs_of(model)
         self.loss: LossFunction = loss_for(model) if loss is None else loss
-        names = {id(parameter): name for name, parameter in self.trainable.items()}
-        self._tables = tables_of(model, names)
+        self._names = {id(parameter): name for name, parameter in self.trainable.items()}
+        self._tables = tables_of(model, self._names)
         self._laid_out: tuple[Mapping[str, Projector], Layout] | None = None
         self._examined: dict[bool, int] = {}  # training mode -> rows of the examined batch, up to 2
 

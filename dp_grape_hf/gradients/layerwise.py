@@ -72,8 +72,7 @@ class LayerwiseEngine(PerSampleEngine):
             recompute_activations = self.device.type != "cpu"
         again = RECOMPUTABLE if recompute_activations else ()
         self._activations = [module for module in model.modules() if type(module) in again]
-        names = {id(parameter): name for name, parameter in self.trainable.items()}
-        self._sites = Sites(model, names)
+        self._sites = Sites(model, self._names)
         self._plans: Plans | None = None
         self._branches: Mapping[nn.Module, Branch] = {}
         self._compiled: CompiledModel | None = None

@@ -13,8 +13,7 @@ extension points.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -164,30 +163,15 @@ class PrivateMechanism:
         try:
             with guarding_streams(lambda: self.per_sample.reseeds_host):
                 losses, per_sample_grads = self.per_sample(inputs, self.projectors)
-                with self._clipping(per_sample_grads):
-                    self._add(total, per_sample_grads)
+                self._add(total, per_sample_grads)
                 return losses
         except PrivacyError:
             self._state.compare(self._before)  # a changed state explains the error better
             raise
 
     def _add(self, total: dict[str, Tensor], per_sample_grads: FlatGradients) -> None:
-        layout = per_sample_grads.layout
-        if self._flat is None:  # allocated late: the first backward pass needs the memory
-            self._flat = self._zeros(layout.size)
-            parts = self._runs.of(layout)
-            total.update((name, self._flat[part]) for name, part in parts.items())
-        gradients = per_sample_grads.in_runs(self._runs)
-        per_sample_grads.others.clear()  # each is freed once it is added up
-        add_clipped_sum_(
-            *(total, gradients, self.max_grad_norm, self._automatic),
-            *(self.gradient_factors, self._clipped_apart),
-        )
-
-    @contextlib.contextmanager
-    def _clipping(self, per_sample_grads: FlatGradients) -> Iterator[None]:
-        """Switch autocast and TF32 off inside, so that float32 operations are not rounded."""
-        observer = self.per_sample.observer
+        """Add the clipped gradients; autocast and TF32 would round float32 operations."""
+        observer, layout = self.per_sample.observer, per_sample_grads.layout
         observer.computed(PER_SAMPLE, per_sample_grads)
         with (
             observer.phase(CLIP),
@@ -195,7 +179,16 @@ class PrivateMechanism:
             torch.autocast(self.per_sample.device.type, enabled=False),
             exact_products(),
         ):
-            yield
+            if self._flat is None:  # allocated late: the first backward pass needs the memory
+                self._flat = self._zeros(layout.size)
+                parts = self._runs.of(layout)
+                total.update((name, self._flat[part]) for name, part in parts.items())
+            gradients = per_sample_grads.in_runs(self._runs)
+            per_sample_grads.others.clear()  # each is freed once it is added up
+            add_clipped_sum_(
+                *(total, gradients, self.max_grad_norm, self._automatic),
+                *(self.gradient_factors, self._clipped_apart),
+            )
 
     def release(self) -> FlatTensors:
         """Record the release, add noise, and return the private gradients by parameter name.

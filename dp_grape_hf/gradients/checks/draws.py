@@ -104,13 +104,12 @@ class DrawRecorder(DrawInterceptor):
         self._before: Any = None  # the state of the streams
         self._running: list[str] = []  # the classes of the modules that run
         self._hooks: list[Any] = []
+
+    def __enter__(self) -> DrawRecorder:
         self.made: list[Draw] = []
         self.foreign = False  # whether the model drew from its own, not public generator
         self.seeded = False  # whether it seeded the streams, or restored an earlier state
         self.drew = False  # whether anything was drawn, if ``silent``
-
-    def __enter__(self) -> DrawRecorder:
-        self.made, self.foreign, self.seeded, self.drew = [], False, False, False
         seed_torch(self._start)
         if self._silent:
             self._before = torch_streams()
