@@ -33,9 +33,9 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
 def add_suggest(parser: argparse.ArgumentParser) -> None:
     r"""Print the hyperparameters that a run would choose.
 
-    These are what a run chooses if you pass no learning_rate: batch size, steps, noise, trained
-    parameters, and the learning rate of each group. It also prints the effect of the noise of the
-    whole run alone. It trains nothing, and needs no data but the number of examples. If you pass a
+    If you pass no learning_rate, a run chooses batch size, steps, noise, trained parameters, and
+    the learning rate of each group. The command also prints the effect of the noise of the whole
+    run alone. It trains nothing, and needs no data but the number of examples. If you pass a
     learning_rate, it warns if the rate does not suit the run.
 
     Examples:
@@ -97,8 +97,9 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
                   6            2.4716            5.9991         pld     12        17     0.75  0.743
 
       Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples
-      from one group, each member with probability b q. Epsilon is that of ceil(steps / b)
-      Poisson-subsampled Gaussian releases ("releases") at the sampling rate b q ("at rate").
+      from one group, each member with probability b q. Epsilon is computed for
+      ceil(steps / b) Poisson-subsampled Gaussian releases ("releases") at the sampling rate b q
+      ("at rate").
 
     "Left" is the noise in the final weights, relative to independent noise of the same epsilon.
     Each band but the first takes memory of the size of a release.

@@ -160,7 +160,7 @@ def _examples(
 
     Args:
         piece: the rows.
-        stored: whether to read columns as they are stored.
+        stored: whether to read stored columns, without the transform.
         names: the columns that are read; all if None.
         decode: whether to decode the images of stored columns.
     """

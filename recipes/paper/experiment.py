@@ -66,7 +66,7 @@ Scores = dict[str, float]
 
 @dataclass
 class ExperimentArguments:
-    """What is trained on what; a family adds its own."""
+    """Task, model and settings of a run; a family adds further options."""
 
     task: str = HfArg(help="The name of the task.")
     model_name_or_path: str = HfArg(help="A model of the Hub, or a folder.")

@@ -40,7 +40,7 @@ _IDX_BYTES = 0x08  # the third byte of an IDX file whose numbers are unsigned by
 
 @dataclass(frozen=True)
 class Source:
-    """Where a data set comes from, and what it holds."""
+    """The origin of a data set, and its columns."""
 
     hub: str  # its name on the Hub
     image: str  # the column of the images there

@@ -77,7 +77,7 @@ def sizes_of(model: ModelOfConfig, setting: Setting) -> dict[str, int]:
 
 @dataclass
 class Compared:
-    """A method, and what was found out about it."""
+    """A method, and the results of its simulation."""
 
     title: str  # its name, with the way it clips where there are several
     setting: Setting  # what was run

@@ -2,9 +2,9 @@
 
     python -m recipes.paper.memory_curves --only RoBERTa --output_dir recipes/paper/results/memory
 
-``memory_curves.yaml`` says what is simulated. A step is simulated as ``dp-grape memory`` does it,
-without a GPU, half a minute each; weights have 32 bits. Each model is a JSON file with the peaks in
-bytes by method and batch size, from which ``recipes.report.figures`` draws.
+``memory_curves.yaml`` lists models, methods and batch sizes. Each step is simulated without a GPU,
+like ``dp-grape memory``, which takes half a minute. Weights have 32 bits. Each model is a JSON file
+with the peaks in bytes by method and batch size, from which ``recipes.report.figures`` draws.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ where g is the private mean of the s_i that ``mechanism`` releases like any othe
 to C jointly over the K directions, summed, with noise. MeZO (Malladi et al. 2023) is this without
 clip and noise. DPZero (Zhang et al. 2024, Algorithm 2) has one direction. DP-ZO (Tang et al. 2024)
 clips the difference of the losses, not the quotient: its threshold is ``2 mu C`` in terms of C
-here. Clipping several directions jointly is the order of DP-AggZO (Bao et al. 2025). Neighbours are
-what the accountant assumes for every method, adding or removing one sample, so the noise has std
+here. Clipping several directions jointly is the order of DP-AggZO (Bao et al. 2025). As for
+every method, neighbours differ by one sample that is added or removed. So the noise has std
 ``sigma C`` and not ``2 sigma C``.
 
 The engine never writes to the weights. While a pass runs, each operation that reads a weight is
