@@ -97,9 +97,8 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
                   6            2.4716            5.9991         pld     12        17     0.75  0.743
 
       Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples
-      from one group, each member with probability b q. Epsilon is computed for
-      ceil(steps / b) Poisson-subsampled Gaussian releases ("releases") at the sampling rate b q
-      ("at rate").
+      from one group, each member with probability b q. Epsilon is that of ceil(steps / b)
+      Poisson-subsampled Gaussian releases ("releases") at the sampling rate b q ("at rate").
 
     "Left" is the noise in the final weights, relative to independent noise of the same epsilon.
     Each band but the first takes memory of the size of a release.
