@@ -25,9 +25,7 @@ from dp_grape_hf.publishing.file_checks import (
 )
 from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
-    adapter_folders as adapter_folders,
-    damage as damage,
-    is_of_a_model as is_of_a_model,
+    digest as digest,
 )
 from dp_grape_hf.publishing.publisher import Publisher as Publisher
 from dp_grape_hf.publishing.statement import (

@@ -20,7 +20,6 @@ from dp_grape_hf.publishing.model_files import (
     CONFIG,
     digest,
     files_in,
-    files_of_index,
     is_weights,
 )
 
@@ -104,13 +103,12 @@ def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str])
     for key, value, to in sent_elsewhere(content):
         yield Check(f"{path}: {key}", MISMATCH, _short(value), _ELSEWHERE[to])
     if "weight_map" in entries:
-        what, sent = f"{path}: weight_map", set()
-        try:
-            sent = files_of_index(content)
-        except ValueError as error:
-            yield Check(what, MISMATCH, _short(entries["weight_map"]), f"{error}")
-        if other := sorted(part for part in sent if f"{path.parent / part}" not in recorded):
-            yield Check(what, MISMATCH, _short(other), "not among the weights of the ledger")
+        sent = entries["weight_map"]
+        parts = sent.values() if isinstance(sent, dict) else [sent]
+        other = {str(part) for part in parts if f"{path.parent / str(part)}" not in recorded}
+        if other:
+            found = "not among the weights of the ledger"
+            yield Check(f"{path}: weight_map", MISMATCH, _short(sorted(other)), found)
     if path.name == ADAPTER_CONFIG:
         same_folder = [n for n in map(PurePosixPath, recorded) if n.parent == path.parent]
         if not any("adapter_model." in known.name for known in same_folder):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import os
 import re
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.publishing import adapter_folders, damage, is_of_a_model
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
+from dp_grape_hf.publishing import digest
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +90,8 @@ def refuse_longer_run(folder: str | Path, steps: int) -> None:
 def fault_of_checkpoint(folder: str | Path) -> str:
     """Return why a checkpoint is not complete; empty if it is complete.
 
-    `damage` checks the files. ``Ledger.resume`` checks the ledger.
+    The files of the model must have the digests that the checkpoint's ledger recorded.
+    ``Ledger.resume`` checks the ledger.
     """
     folder = Path(folder)
     try:
@@ -96,11 +99,21 @@ def fault_of_checkpoint(folder: str | Path) -> str:
         TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME))
     except (OSError, ValueError, TypeError) as error:
         return f"{TRAINER_STATE_NAME} cannot be read ({error})."
-    places = (folder, *adapter_folders(folder))
-    paths = [path for place in places for path in sorted(place.iterdir())]
-    fault = next(filter(None, map(damage, paths)), "")
-    weights = any(is_of_a_model(path.name) for path in paths)
-    return fault or ("" if weights else "It has no file of weights.")
+    try:
+        saved = Ledger.load(folder / LEDGER_NAME).saved
+    except PrivacyError:  # not skipped, because an older checkpoint would not count its releases
+        return ""
+    name = ""
+    try:
+        for name, recorded in saved[-1].files.items() if saved else ():
+            if digest(folder / name) != recorded:
+                return f"{name} has another digest than when it was saved."
+        for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+            if (folder / name).exists():
+                zipfile.ZipFile(folder / name).close()  # its table of contents is at its end
+    except (OSError, zipfile.BadZipFile) as error:
+        return f"{name} is damaged or cut short ({error})."
+    return ""
 
 
 @contextmanager

@@ -615,7 +615,6 @@ def test_an_index_that_is_none_is_found(whole: Path) -> None:
     _configure(whole, weight_map={"a": "weights.dat", "b": 1})
     changed, wrong = (check for check in verify(whole) if check.status == MISMATCH)
     assert (changed.what, wrong.what) == ("config.json", "config.json: weight_map")
-    assert wrong.found == "no file name for each weight"
 
 
 def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:

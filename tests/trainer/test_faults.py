@@ -4,7 +4,6 @@ Processes that are killed are in ``test_resume``, edited ledgers in ``test_ledge
 """
 
 import errno
-import json
 import os
 import shutil
 import time
@@ -27,6 +26,7 @@ from dp_grape_hf.trainer.checkpoints import (
     require_whole_checkpoint,
     saving_a_checkpoint,
 )
+from tests.support.ledgers import note_weights
 from tests.support.marks import slow_but
 from tests.support.trainers import (
     FEATURES,
@@ -154,36 +154,13 @@ def test_a_run_without_a_whole_checkpoint_says_so(run: Path) -> None:
     assert last_whole_checkpoint(str(run / "nothing")) is None
 
 
-def test_weights_in_several_files_are_whole_only_together(run: Path) -> None:
-    folder = run / "checkpoint-4"
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    names = [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    index = {"weight_map": {"body.weight": names[0], "head.weight": names[1]}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert f"{names[1]} is missing" in fault_of_checkpoint(folder)
-    shutil.copy(folder / names[0], folder / names[1])
-    assert fault_of_checkpoint(folder) == ""
-    for path in folder.glob("model*"):
-        path.unlink()
-    assert "no file of weights" in fault_of_checkpoint(folder)
-
-
-def _legacy(path: Path) -> None:
-    torch.save({"a": torch.zeros(2)}, path, _use_new_zipfile_serialization=False)
-
-
 OTHERS: dict[str, Callable[[Path], object]] = {
     "notes.json": lambda path: path.write_text("my notes"),
     "metrics.json": _empty,
     "samples.bin": lambda path: path.write_bytes(bytes(100)),
-    "old.pt": _legacy,
-    "folder.json": Path.mkdir,
+    "old.pt": _empty,
     "link.json": lambda path: path.symlink_to("nowhere"),
-    "rows/config.json": lambda path: path.write_text('{"a": 1}\n{"a": 2}\n'),
     ".ipynb_checkpoints/config.json": lambda path: path.write_text("{"),
-    "._model.safetensors": lambda path: path.write_bytes(b"\0\5\x16\7"),
-    "model_notes.json": lambda path: path.write_text("my notes"),
-    "weights.json": lambda path: path.write_text('{"weight_map": [1]}'),
 }
 
 
@@ -195,32 +172,16 @@ def test_files_of_others_do_not_make_a_checkpoint_unusable(run: Path) -> None:
         assert fault_of_checkpoint(run / "checkpoint-4") == "", name
 
 
-def test_weights_in_a_legacy_pickle_are_weights(run: Path) -> None:
+def test_every_file_that_was_saved_is_compared(run: Path) -> None:
     folder = run / "checkpoint-4"
-    weights = safetensors.torch.load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    assert "no file of weights" in fault_of_checkpoint(folder)
-    torch.save(weights, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "adapter_model.safetensors").write_bytes(b"1")
+    note_weights(folder)
     assert fault_of_checkpoint(folder) == ""
-    for content in (b"", bytes(50), b"\x80", b"PK" + bytes(50)):
-        (folder / "pytorch_model.bin").write_bytes(content)
-        assert "pytorch_model.bin is damaged" in fault_of_checkpoint(folder)
-
-
-@pytest.mark.parametrize("index", [None, {}, {"weight_map": [1]}, {"weight_map": {"a": 1}}])
-def test_an_index_of_any_other_form_is_damaged(index: Any, run: Path) -> None:
-    (run / "checkpoint-4" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "no file name for each weight" in fault_of_checkpoint(run / "checkpoint-4")
-
-
-def test_a_damaged_adapter_in_a_separate_folder_is_recognised(run: Path) -> None:
-    adapter = run / "checkpoint-4" / "mine"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    shutil.copy(run / "checkpoint-4" / "model.safetensors", adapter / "adapter_model.safetensors")
-    assert fault_of_checkpoint(run / "checkpoint-4") == ""
-    _halve(adapter / "adapter_model.safetensors")
-    assert "adapter_model.safetensors is damaged" in fault_of_checkpoint(run / "checkpoint-4")
+    (folder / "mine" / "adapter_model.safetensors").write_bytes(b"2")
+    assert "adapter_model.safetensors has another digest" in fault_of_checkpoint(folder)
+    (folder / "mine" / "adapter_model.safetensors").unlink()
+    assert "adapter_model.safetensors is damaged" in fault_of_checkpoint(folder)
 
 
 # ---- No space left ----
