@@ -9,21 +9,18 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path, PurePosixPath
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing.model_files import ADAPTER_CONFIG, digests, files_in, is_weights
 
 logger = logging.getLogger(__name__)
-
-_WAITS = (1.0, 4.0)  # seconds before a failed commit is tried again
 
 
 class Repository:
@@ -114,21 +111,10 @@ class Repository:
                 PurePosixPath(place, name): files[name] for place in places for name in files
             }
             self._refuse_foreign_weights(targets, token, revision)
-            pauses = iter(_WAITS)
-            while True:
-                try:
-                    # New objects for each try, as the client marks the files that it has sent. It
-                    # does not send files that arrived, nor make a commit without a change.
-                    adds = [CommitOperationAdd(str(to), file) for to, file in targets.items()]
-                    return self._api.create_commit(
-                        self.repo_id, adds, commit_message=message, token=token, revision=revision
-                    )
-                except Exception as error:
-                    pause = next(pauses, None)
-                    if pause is None or _is_final(error):
-                        raise
-                    logger.warning("Trying to push again in %g s: %s", pause, error)
-                    time.sleep(pause)
+            adds = [CommitOperationAdd(str(to), file) for to, file in targets.items()]
+            return self._api.create_commit(
+                self.repo_id, adds, commit_message=message, token=token, revision=revision
+            )
         except PrivacyError:
             raise
         except Exception as error:
@@ -171,24 +157,8 @@ def _require_as_saved(folder: Path) -> None:
         )
 
 
-def _statuses(error: BaseException) -> list[int]:
-    chain: BaseException | None = error
-    statuses: list[int] = []
-    while chain is not None:
-        if isinstance(chain, HfHubHTTPError):
-            statuses.append(chain.response.status_code)
-        chain = chain.__cause__
-    return statuses
-
-
-def _is_final(error: Exception) -> bool:
-    """Return whether the same request would fail again: it was refused, or is invalid."""
-    refused = any(400 <= s < 500 and s not in (408, 409, 412, 429) for s in _statuses(error))
-    return refused or isinstance(error, ValueError | TypeError | OfflineModeIsEnabled)
-
-
 def _advice(error: Exception) -> str:
-    if any(status in (401, 403) for status in _statuses(error)):
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
         return (
             "The token was refused: pass one that may write to this repository as hub_token, or "
             "log in with hf auth login."
