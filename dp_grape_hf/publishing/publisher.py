@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shutil
+import tempfile
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from huggingface_hub import CommitInfo
+from huggingface_hub import CommitInfo, HfApi
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -20,8 +22,10 @@ from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, beside_its_ledger
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
-from dp_grape_hf.publishing.hub import Repository
+from dp_grape_hf.publishing.hub import open_repository, send
 from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, files_in
+
+logger = logging.getLogger(__name__)
 
 # Weight files and their index, which a save replaces.
 _PART = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -43,7 +47,7 @@ class Publisher:
         details: information for the card that is not in the ledger.
 
     Attributes:
-        repository: the repository on the Hub; None before ``open``.
+        repo_id: the full name of the repository on the Hub; None before ``open``.
 
     You may set ``ledger``, ``adapter`` and ``details`` at any time.
     """
@@ -61,7 +65,10 @@ class Publisher:
         self.ledger, self.folder = ledger, Path(folder)
         self.processing_class = processing_class
         self.adapter, self.details = adapter, details or CardDetails()
-        self.repository: Repository | None = None
+        self._api = HfApi(library_name="dp_grape_hf")
+        self.repo_id: str | None = None
+        self._token: str | None = None
+        self._pushes: list[Future[CommitInfo]] = []
         self._on_hub: dict[str, bool] = {}
         self.set_model(model)
 
@@ -102,7 +109,7 @@ class Publisher:
         self._require_ledger()
         folder = self.folder if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
-        with TemporaryDirectory(prefix=".saving-", dir=folder) as fresh:
+        with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as fresh:
             self._save_into(Path(fresh), updates, changes, weights, public=False)
             _put_in_place(Path(fresh), folder)
 
@@ -158,7 +165,7 @@ class Publisher:
             self.details,
             base_model=self.details.base_model or next(names, None),
             adapter=adapter or bool(adapters_of(self.model)),
-            repo_id=self.details.repo_id if self.repository is None else self.repository.repo_id,
+            repo_id=self.repo_id or self.details.repo_id,
             model_class=self.details.model_class or _class_of(self.model),
             num_labels=self.details.num_labels or _labels_of(self.model),
         )
@@ -188,8 +195,8 @@ class Publisher:
         Raises:
             Exception: an error of ``huggingface_hub``, with a note that says what to do.
         """
-        self.repository = Repository(name, token=token, private=private)
-        return self.repository.repo_id
+        self.repo_id, self._token = open_repository(self._api, name, token, private), token
+        return self.repo_id
 
     def push(
         self,
@@ -226,30 +233,48 @@ class Publisher:
             Exception: an error of ``huggingface_hub``, with a note about the state of the
                 repository.
         """
-        if self.repository is None:
+        if self.repo_id is None:
             raise PrivacyError(
                 "push() was called before open(), so there is no repository to push to. Call "
                 "open('user/model') first."
             )
-        return self.repository.publish(
-            lambda folder: self._save_into(folder, updates, changes, weights, public=True),
-            workspace=self.folder,
-            message=message,
-            places=("", *copies),
-            token=token,
-            revision=revision,
-            background=background,
+        self.folder.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=".publishing-", dir=self.folder))
+        try:
+            self._save_into(fresh, updates, changes, weights, public=True)
+        except BaseException:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        rest = (
+            self._api,
+            fresh,
+            self.repo_id,
+            ("", *copies),
+            message,
+            token or self._token,
+            revision,
         )
+        if not background:
+            return send(*rest)
+        push: Future[CommitInfo] = self._api.run_as_future(send, *rest)
+        push.add_done_callback(self._report)
+        self._pushes = [*(p for p in self._pushes if not p.done()), push]
+        return push
 
     @property
     def busy(self) -> bool:
         """True while a push runs in the background."""
-        return self.repository is not None and self.repository.busy
+        return any(not push.done() for push in self._pushes)
 
     def wait(self) -> None:
         """Wait for the pushes in the background. Failed pushes are logged."""
-        if self.repository is not None:
-            self.repository.wait()
+        wait(self._pushes)
+        self._pushes.clear()
+
+    def _report(self, push: Future[CommitInfo]) -> None:
+        if not push.cancelled() and (error := push.exception()) is not None:
+            notes = " ".join(getattr(error, "__notes__", ()))
+            logger.error("A push to %s failed: %s %s", self.repo_id, error, notes)
 
 
 def _class_of(model: Any) -> str | None:

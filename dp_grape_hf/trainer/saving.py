@@ -192,7 +192,7 @@ class SavingMixin(Host):
                 "epsilon. Train first."
             )
         # on_push_begin is not called, because a tracker of the host would upload its log.
-        if self.publisher.repository is None:
+        if self.publisher.repo_id is None:
             self.init_hf_repo(token=token, private=private)
         self.save_model(_internal_call=True)
         weights = self._whole_weights()
@@ -229,7 +229,7 @@ class SavingMixin(Host):
             HubStrategy.ALL_CHECKPOINTS: (folder.name,),
         }
         try:
-            if self.publisher.repository is None:
+            if self.publisher.repo_id is None:
                 self.init_hf_repo()
             if self.publisher.busy and not self.args.hub_always_push:
                 return

@@ -26,8 +26,8 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.mechanism import PrivateMechanism
+from dp_grape_hf.publishing import Publisher
 from dp_grape_hf.publishing.configs import is_hub_name, without_paths
-from dp_grape_hf.publishing.hub import Repository
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
 from tests.support.collators import tokenizer
@@ -229,7 +229,7 @@ def test_the_model_is_published_with_its_ledger_and_card(hub: Hub, tmp_path: Pat
 def test_what_is_published_is_verified_by_one_command(
     hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
 ) -> None:
-    push(saved, tmp_path, places=("", "last-checkpoint"))
+    push(saved, tmp_path, copies=("last-checkpoint",))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
@@ -267,7 +267,7 @@ def test_the_repository_has_the_requested_name_branch_and_visibility(
     assert trainer.hub_model_id == "tester/mine"
     assert set(hub.files("tester/mine", "trial")) == MODEL
     assert hub.files("tester/mine") == {}
-    Repository("new", token=TOKEN, private=True)
+    Publisher(None, tmp_path, nn.Identity()).open("new", token=TOKEN, private=True)
     assert hub.repos["tester/new"].private
 
 
@@ -361,15 +361,21 @@ def test_an_untrained_model_is_not_published(hub: Hub, tmp_path: Path) -> None:
 HTTPError = HfHubHTTPError.__mro__[1]  # of the HTTP library, which changed between versions
 
 
-def push(saved: Path, workspace: Path, **changes: Any) -> Any:
+class Saved(Publisher):
     """Publishes what a run saved, as if it was just saved."""
 
-    def save(folder: Path) -> None:
-        left = shutil.ignore_patterns(*OF_THE_TRAINER)
-        shutil.copytree(saved, folder, ignore=left, dirs_exist_ok=True)
+    saved: Path
 
-    settings = {"workspace": workspace, "message": "a push"} | changes
-    return Repository(REPO, token=TOKEN).publish(save, **settings)
+    def _save_into(self, folder: Path, *_: Any, **__: Any) -> None:
+        left = shutil.ignore_patterns(*OF_THE_TRAINER)
+        shutil.copytree(self.saved, folder, ignore=left, dirs_exist_ok=True)
+
+
+def push(saved: Path, workspace: Path, **changes: Any) -> Any:
+    publisher = Saved(None, workspace, nn.Identity())
+    publisher.saved = saved
+    publisher.open(REPO, token=TOKEN)
+    return publisher.push(0, "a push", **changes)
 
 
 def messages_of(error: BaseException) -> str:

@@ -1,9 +1,7 @@
 """What a Publisher refuses; its page tests that it publishes without a Trainer."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -13,7 +11,13 @@ from transformers import BertConfig, BertModel
 
 from dp_grape_hf import Ledger, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME
-from dp_grape_hf.publishing import MISMATCH, Adapter, Publisher, verify
+from dp_grape_hf.publishing import (
+    MISMATCH,
+    Adapter,
+    Publisher,
+    publisher as publisher_module,
+    verify,
+)
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from tests.support.ledgers import MECHANISM
 
@@ -67,24 +71,15 @@ def test_what_was_saved_stays_until_all_is_written(
     assert MISMATCH not in {check.status for check in verify(tmp_path)}
 
 
-class _AsAHub:
-    """Keeps what a push saves, in place of sending it."""
-
-    repo_id = "user/model"
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def publish(self, save: Callable[[Path], None], **_: Any) -> None:
-        self.folder.mkdir()
-        save(self.folder)
-
-
-def test_local_paths_in_configs_are_not_published_and_verification_passes(tmp_path: Path) -> None:
+def test_local_paths_in_configs_are_not_published_and_verification_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=0, num_attention_heads=2))
     model.config.backbone = str(tmp_path)
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path / "here", model)
-    publisher.repository = _AsAHub(tmp_path / "there")  # type: ignore[assignment]
+    publisher.repo_id = "user/model"
+    there = tmp_path / "there"
+    monkeypatch.setattr(publisher_module, "send", lambda api, folder, *_: folder.rename(there))
     publisher.save(0)
     publisher.push(0)
     for place in ("here", "there"):
