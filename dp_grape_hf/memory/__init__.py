@@ -15,7 +15,7 @@ from dp_grape_hf.memory.planning import (
     RESERVE as RESERVE,
     TITLES as TITLES,
     Plan as Plan,
-    Report as Report,
+    heading as heading,
     plan as plan,
 )
 from dp_grape_hf.memory.step import (
@@ -29,7 +29,6 @@ from dp_grape_hf.memory.step import (
 )
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS as ACTIVATIONS,
-    COLLECTIVES as COLLECTIVES,
     OPTIMIZER as OPTIMIZER,
     PROJECTIONS as PROJECTIONS,
     WEIGHTS as WEIGHTS,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+
+import torch
 
 from dp_grape_hf.arguments import METHODS
 from dp_grape_hf.memory.from_config import ModelOfConfig
@@ -19,7 +21,7 @@ from dp_grape_hf.memory.step import (
     compared,
     simulate,
 )
-from dp_grape_hf.memory.timeline import COLLECTIVES, KINDS, Footprint
+from dp_grape_hf.memory.timeline import KINDS, Footprint
 from dp_grape_hf.tables import table
 
 _GIB = 2**30
@@ -35,56 +37,34 @@ TITLES: Mapping[str, str] = {
 """Name -> usual name of each method that can be compared."""
 
 
+def heading(model: ModelOfConfig, setting: Setting) -> str:
+    """Return a model, its batch and the options of a step, in words."""
+    options = (
+        f"{_name(setting.dtype)} weights, rank {setting.rank}",
+        "" if setting.projection == "gaussian" else f"{setting.projection} projections",
+        "gradient checkpointing" if setting.gradient_checkpointing else "",
+        f"one of {setting.processes} processes" if setting.processes > 1 else "",
+    )
+    return (
+        f"{model.name}, {model.parameters / 1e6:,.0f} million parameters\n"
+        f"batch {setting.batch_size}, {model.length}, {', '.join(filter(None, options))}\n"
+    )
+
+
 @dataclass
-class Report:
-    """A request for the memory of a model's step. Text is in GiB, JSON in bytes.
+class Plan:
+    """The memory of a step by several methods. Text is in GiB, JSON in bytes.
 
     Args:
         model: the model.
         setting: the setting of the step; its method is ignored.
-    """
-
-    model: ModelOfConfig
-    setting: Setting
-
-    def request(self) -> dict[str, object]:
-        """Return the request, by the names of ``Setting``."""
-        return {
-            "model": self.model.name,
-            "parameters": self.model.parameters,
-            "batch_size": self.setting.batch_size,
-            "length": self.model.length,
-            "dtype": str(self.setting.dtype).removeprefix("torch."),
-            "projection": self.setting.projection,
-            "rank": self.setting.rank,
-            "processes": self.setting.processes,
-        }
-
-    def heading(self) -> str:
-        """Return the model, the batch and the options, in words."""
-        setting = self.setting
-        options = (
-            f"{str(setting.dtype).removeprefix('torch.')} weights, rank {setting.rank}",
-            "" if setting.projection == "gaussian" else f"{setting.projection} projections",
-            "gradient checkpointing" if setting.gradient_checkpointing else "",
-            f"one of {setting.processes} processes" if setting.processes > 1 else "",
-        )
-        return (
-            f"{self.model.name}, {self.model.parameters / 1e6:,.0f} million parameters\n"
-            f"batch {setting.batch_size}, {self.model.length}, {', '.join(filter(None, options))}\n"
-        )
-
-
-@dataclass
-class Plan(Report):
-    """The memory of a step by several methods.
-
-    Args:
         footprints: method -> footprint of its step.
         gpu_memory: of a card, in GiB; None if the step need not fit one.
         largest: method -> the largest batch that fits the card; empty without a card.
     """
 
+    model: ModelOfConfig
+    setting: Setting
     footprints: Mapping[str, Footprint]
     gpu_memory: float | None = None
     largest: Mapping[str, int] = field(default_factory=dict)
@@ -96,36 +76,36 @@ class Plan(Report):
                 "peak": footprint.total,
                 "reached_in": footprint.phase,
                 "kinds": footprint.kinds,
-                "phases": footprint.phases,
-                "sent": footprint.sent if self.setting.processes > 1 else None,
                 "largest_batch": self.largest.get(method),
             }
             for method, footprint in self.footprints.items()
         }
-        result = {**self.request(), "gpu_memory_gib": self.gpu_memory, "methods": methods}
+        result = {
+            "model": self.model.name,
+            "parameters": self.model.parameters,
+            "batch_size": self.setting.batch_size,
+            "length": self.model.length,
+            "dtype": _name(self.setting.dtype),
+            "projection": self.setting.projection,
+            "rank": self.setting.rank,
+            "processes": self.setting.processes,
+            "gpu_memory_gib": self.gpu_memory,
+            "methods": methods,
+        }
         return json.dumps(result, indent=2) + "\n"
 
     def as_text(self) -> str:
         """Return the tables."""
         footprints = self.footprints.values()
-        peaks = self._rows("peak memory, GiB", KINDS, [t.kinds for t in footprints])
-        peaks.append(["total", *(_gib(t.total) for t in footprints)])
-        peaks.append(["reached in", *(t.phase for t in footprints)])
-        parts = [self.heading(), table(peaks, "<>")]
-        if self.setting.processes > 1:
-            title = "sent by a process in a step, GiB"
-            parts.append(table(self._rows(title, COLLECTIVES, [t.sent for t in footprints]), "<>"))
+        rows = [["peak memory, GiB", *(TITLES[method] for method in self.footprints)]]
+        rows += [[kind, *(_gib(found.kinds[kind]) for found in footprints)] for kind in KINDS]
+        rows.append(["total", *(_gib(found.total) for found in footprints)])
+        rows.append(["reached in", *(found.phase for found in footprints)])
+        parts = [heading(self.model, self.setting), table(rows, "<>")]
         if self.gpu_memory is not None:
-            heading = f"On a {self.gpu_memory:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
-            parts.append(heading + table([[TITLES[n], _fits(b)] for n, b in self.largest.items()]))
+            title = f"On a {self.gpu_memory:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
+            parts.append(title + table([[TITLES[n], _fits(b)] for n, b in self.largest.items()]))
         return "\n".join(parts)
-
-    def _rows(
-        self, title: str, names: Iterable[str], columns: Sequence[Mapping[str, int]]
-    ) -> list[list[str]]:
-        """Return rows with a column of bytes for each method."""
-        rows = [[title, *(TITLES[method] for method in self.footprints)]]
-        return rows + [[name, *(_gib(column[name]) for column in columns)] for name in names]
 
 
 def plan(
@@ -189,6 +169,10 @@ def _fits(largest: int) -> str:
     if largest == 0:
         return "does not fit, even B=1"
     return f"fits up to B={largest}" + (" or more" if largest >= MOST_SAMPLES else "")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _gib(size: int) -> str:

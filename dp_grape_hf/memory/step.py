@@ -68,6 +68,7 @@ class Setting:
         bands: number of steps over which noise is correlated; kept noise is optimizer state.
         processes: number of processes that share the weights (FSDP2), each with its own physical
             batch; the peak is of one process.
+        redraws: whether each step makes P anew, which takes most memory.
     """
 
     method: str = DP_GRAPE
@@ -79,12 +80,10 @@ class Setting:
     grad_sample_mode: str = GradSampleMode.AUTO
     bands: int = 1
     processes: int = 1
+    redraws: bool = True
 
-    def arguments(self, redraws: bool = True) -> DPGrapeTrainingArguments:
+    def arguments(self) -> DPGrapeTrainingArguments:
         """Return the arguments of a run with noise, without options that its method does not have.
-
-        Args:
-            redraws: whether each step makes P anew.
 
         Raises:
             PrivacyError: for an unknown method.
@@ -103,7 +102,7 @@ class Setting:
             learning_rate=1e-3,  # given, so that no choice is made
             per_device_train_batch_size=self.batch_size,
             projection_rank=self.rank,
-            projection_update_steps=1 if redraws else None,
+            projection_update_steps=1 if self.redraws else None,
             grad_sample_mode=self.grad_sample_mode,
             report_to="none",
             **given,
@@ -179,7 +178,6 @@ class Step:
         setting: the setting of the step; the model has its dtype and gradient checkpointing.
         timeline: records allocations.
         gpu: whether a CPU recomputes activations and splits noise and updates as a GPU does.
-        redraws: whether each step makes P anew, which takes most memory.
 
     Attributes:
         optimizer: the optimizer of the method.
@@ -193,7 +191,6 @@ class Step:
     setting: Setting
     timeline: Timeline = field(default_factory=Timeline)
     gpu: bool = False
-    redraws: bool = True
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -236,7 +233,7 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """Return the run that the Trainer makes from the same arguments."""
         setting, timeline = self.setting, self.timeline
-        args, private = setting.arguments(self.redraws), METHODS[setting.method].private
+        args, private = setting.arguments(), METHODS[setting.method].private
         options: dict[str, Any] = {"recompute_activations": True} if self.gpu else {}
         run = PrivateRun(args, self.model, observer=_Watch(timeline), **options)
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
@@ -277,7 +274,7 @@ def simulate(
     *,
     gpu: bool = True,
 ) -> Footprint:
-    """Return the memory, products and messages of a training step, without running it on contents.
+    """Return the memory of a training step, without running it on contents.
 
     Args:
         build: returns the model with weights of that dtype.

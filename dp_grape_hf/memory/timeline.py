@@ -1,20 +1,17 @@
-"""Record when tensor memory is allocated and freed, its purpose, and the messages of processes."""
+"""Record when tensor memory is allocated and freed, and its purpose."""
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dp_grape_hf.sharding import local
@@ -29,50 +26,22 @@ Activations that gradient checkpointing computes a second time are temporary."""
 SETUP = "setup"
 """The phase before the step, which is not measured."""
 
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all-gather", "reduce-scatter", "all-reduce"
-COLLECTIVES = (ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE)
-# Operators of torch.ops.c10d, in which collective calls end. Broadcasts are no part of a step.
-_SENT_AS = {
-    "_allgather_base_": ALL_GATHER,
-    "_reduce_scatter_base_": REDUCE_SCATTER,
-    "allreduce_": ALL_REDUCE,
-}
-
-_NO_KERNEL = (
-    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "is_pinned"),
-    *("lift_fresh", "_unsafe_view", "_reshape_alias", "detach", "set_", "resize_", "record_stream"),
-    *("_record_function_enter_new", "_record_function_exit"),
-)
-
 _BLOCK = 512  # bytes; CUDA's allocator rounds the size of a tensor up to whole blocks
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory (in bytes), products and messages of a step."""
+    """The memory of a step, in bytes."""
 
     kinds: Mapping[str, int]  # memory at the peak, for every one of ``KINDS``
     phase: str  # phase of the peak: redraw, forward, backward, clip, release or update
-    phases: Mapping[str, int]  # phase -> its peak
     at_end: Mapping[str, int]  # memory that is still allocated at the end, for every kind
     gradients: int  # the most per-sample and summed gradients together
-    flops: int  # operations of matrix products, convolutions and attention
-    sent: Mapping[str, int]  # collective -> bytes that this process sends
 
     @property
     def total(self) -> int:
         """The peak."""
         return sum(self.kinds.values())
-
-    @property
-    def optimizer(self) -> int:
-        """Memory of the optimizer's state."""
-        return self.at_end[OPTIMIZER]
-
-    @property
-    def projectors(self) -> int:
-        """Memory of the projections that are kept for the next step."""
-        return self.at_end[PROJECTIONS]
 
 
 @dataclass(eq=False, slots=True)
@@ -99,20 +68,11 @@ class Timeline(TorchDispatchMode):
 
     Attributes:
         phase: current phase of the step; ``SETUP`` before it.
-        flops: of matrix products, convolutions and attention since the setup.
-        sent: collective -> bytes that this process sends since the setup, for a ring of processes:
-            for a tensor of N bytes in W processes, N (W - 1) / W in a gather or a scatter, and
-            twice as many in an all-reduce.
-        kernels: (phase, operator) -> number of calls that launch a kernel. Operators that return a
-            view or reserve memory launch none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = SETUP
-        self.flops = 0
-        self.sent = dict.fromkeys(COLLECTIVES, 0)
-        self.kernels: Counter[tuple[str, str]] = Counter()
         self._changes: list[tuple[_Allocation, int, str]] = []  # change in bytes, and phase
         self._allocations = WeakIdKeyDictionary()  # storage -> _Allocation
         self._references: set[weakref.ref[torch.UntypedStorage]] = set()
@@ -138,36 +98,21 @@ class Timeline(TorchDispatchMode):
         """Return the largest memory that was allocated since the setup ended."""
         now = dict.fromkeys(KINDS, 0)
         total, most, gradients = 0, -1, 0
-        kinds, phase, phases = dict(now), SETUP, dict[str, int]()
+        kinds, phase = dict(now), SETUP
         for allocation, change, at in self._changes:
             now[allocation.known_kind] += change
             total += change
             if at == SETUP:
                 continue
-            phases[at] = max(total, phases.get(at, 0))
             gradients = max(gradients, now[PER_SAMPLE] + now[SUMS])
             if total > most:
                 most, kinds, phase = total, dict(now), at
-        return Footprint(kinds, phase, phases, now, gradients, self.flops, dict(self.sent))
-
-    def at_end(self, kind: str) -> int:
-        """Return the bytes of a kind that are allocated now."""
-        return self.peak().at_end[kind]
+        return Footprint(kinds, phase, now, gradients)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if func.namespace != "prim" and name not in _NO_KERNEL and not _is_view(func._schema):
-            self.kernels[self.phase, name] += 1
-        if self.phase != SETUP:
-            if (count := flop_registry.get(func.overloadpacket)) is not None:
-                self.flops += count(*args, **kwargs, out_val=output)
-            if func.namespace == "c10d" and name in _SENT_AS:
-                rounds, size = 2 if name == "allreduce_" else 1, dist.get_world_size()
-                self.sent[_SENT_AS[name]] += rounds * _size_in_bytes(args) * (size - 1) // size
+        output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor)
@@ -191,18 +136,6 @@ class Timeline(TorchDispatchMode):
         self._references.discard(reference)
         allocation.died = self.phase
         self._resize(allocation, 0)
-
-
-def _size_in_bytes(args: tuple[Any, ...]) -> int:
-    """Return the bytes of a collective call's tensor, as all processes hold it together."""
-    sizes = [[x.nbytes for x in tree_leaves(arg) if isinstance(x, Tensor)] for arg in args[:2]]
-    return max(map(sum, sizes))
-
-
-def _is_view(schema: Any) -> bool:
-    """Return whether an operator returns memory of an argument, which it does not write."""
-    returned = [value.alias_info for value in schema.returns]
-    return bool(returned) and all(info is not None and not info.is_write for info in returned)
 
 
 def _in_blocks(size: int) -> int:

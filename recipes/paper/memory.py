@@ -17,12 +17,14 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.memory import (
     ADAMW,
+    OPTIMIZER,
+    PROJECTIONS,
     TITLES,
     Footprint,
     ModelOfConfig,
-    Report,
     Setting,
     fake_tensors,
+    heading,
     read_config,
     simulate,
 )
@@ -54,6 +56,13 @@ def formulas_of(method: str, sizes: Mapping[str, int]) -> dict[str, int]:
     texts = FORMULAS.get("adam" if method == ADAMW else method, ())
     factors = [[sizes[p] if p in sizes else int(p) for p in text.split(" * ")] for text in texts]
     return {kind: NUMBER * prod(own) for kind, own in zip(KINDS, factors, strict=False)}
+
+
+def simulated_of(footprint: Footprint) -> dict[str, int]:
+    """Return the bytes of each kind in a simulated step."""
+    kept = footprint.at_end
+    values = footprint.gradients, kept[OPTIMIZER], kept[PROJECTIONS]
+    return dict(zip(KINDS, values, strict=True))
 
 
 def sizes_of(model: ModelOfConfig, setting: Setting) -> dict[str, int]:
@@ -107,15 +116,16 @@ def compare(model: ModelOfConfig, rows: Sequence[Compared]) -> None:
 
 def as_text(rows: Sequence[Compared], sizes: Mapping[str, int]) -> str:
     """Return the tables in MiB, and how to read them."""
-    steps = [["a step", "GFLOP", "peak, MiB", "reached in"]]
+    steps = [["a step", "peak, MiB", "reached in"]]
     kinds = [["memory, MiB", *(title for kind in KINDS for title in (kind, "formula"))]]
     for row in rows:
         if (taken := row.footprint) is None:
-            steps.append([row.title, "refused", "", ""])
+            steps.append([row.title, "refused", ""])
             continue
-        steps.append([row.title, f"{taken.flops / 1e9:,.2f}", _mib(taken.total), taken.phase])
+        steps.append([row.title, _mib(taken.total), taken.phase])
         said = formulas_of(row.setting.method, sizes)
-        both = ((_mib(getattr(taken, k)), _mib(said[k]) if said else "") for k in KINDS)
+        found = simulated_of(taken)
+        both = ((_mib(found[k]), _mib(said[k]) if said else "") for k in KINDS)
         kinds.append([row.title, *(cell for pair in both for cell in pair)])
     formulas = [["formula (4 bytes a number)", *KINDS]]
     formulas += [[METHODS[method].title, *texts] for method, texts in FORMULAS.items()]
@@ -126,7 +136,7 @@ def as_text(rows: Sequence[Compared], sizes: Mapping[str, int]) -> str:
         "projected count\nas in DP-Adam. The formulas count gradients per sample (DP) or of "
         "the batch. What is simulated is\nthe most of those and of their sum at one time, in "
         "the form in which they are kept. P is kept for\nevery weight.\n"
-        "LoRA: rank r on all linear layers. GFLOP: products and convolutions.\n"
+        "LoRA: rank r on all linear layers.\n"
     )
 
 
@@ -148,7 +158,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows = every_method(setting)
     compare(model, rows)
     text = as_text(rows, sizes_of(model, setting))
-    sys.stdout.write(f"{Report(model, setting).heading()}\n{text}")
+    sys.stdout.write(f"{heading(model, setting)}\n{text}")
 
 
 if __name__ == "__main__":

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 from transformers import RobertaConfig
 
-from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import GradSampleMode
-from dp_grape_hf.memory import ADAMW, ModelOfConfig, Setting, prepared, simulate
+from dp_grape_hf.memory import (
+    ADAMW,
+    OPTIMIZER,
+    PROJECTIONS,
+    ModelOfConfig,
+    Setting,
+    prepared,
+    simulate,
+)
 from recipes.gpu_report.models import MODELS
 from recipes.paper import memory, memory_curves
 from recipes.paper.memory import (
@@ -22,6 +29,7 @@ from recipes.paper.memory import (
     compare,
     every_method,
     formulas_of,
+    simulated_of,
     sizes_of,
 )
 from recipes.paper.methods import METHODS
@@ -111,29 +119,17 @@ def test_what_is_simulated_is_what_the_formulas_say(
         "dp_grape": one(rows, "dp_grape"),
     }
     for method, row in compared_with.items():
-        said, found = formulas_of(method, sizes), row.footprint
-        assert 0 <= found.optimizer - said["optimizer"] <= BLOCK * tensors, method
+        said, found = formulas_of(method, sizes), simulated_of(row.footprint)
+        assert 0 <= found["optimizer"] - said["optimizer"] <= BLOCK * tensors, method
         if method != "dp_grape":  # which keeps P of all layers, and the formula one at a time
-            assert 0 <= found.projectors - said["projectors"] <= BLOCK * tensors, method
-    assert one(rows, "dp_grape").footprint.projectors == 4 * sizes["r sum m"]
+            assert 0 <= found["projectors"] - said["projectors"] <= BLOCK * tensors, method
+    assert one(rows, "dp_grape").footprint.at_end[PROJECTIONS] == 4 * sizes["r sum m"]
     plain, said = one(rows, ADAMW).footprint, formulas_of("adam", sizes)
     assert 0 <= plain.gradients - said["gradients"] <= BLOCK * tensors
     # Gradients per sample, and at the same time a part of their sum.
     dense = one(rows, "dp_adam", "materialise").footprint.gradients
     said = formulas_of("dp_adam", sizes)
     assert said["gradients"] <= dense <= said["gradients"] * (1 + 1 / SIZE) + BLOCK * tensors
-
-
-@pytest.mark.slow
-def test_matrix_products_are_counted(rows: list[Compared]) -> None:
-    products = SIZE * LENGTH * (4 * 32 * 32 + 2 * 32 * 64) + SIZE * (32 * 32 + 2 * 32)
-    scores = 2 * SIZE * LENGTH * LENGTH * 32
-    forward = 2 * (products + scores)
-    backward = one(rows, ADAMW).footprint.flops - forward
-    # Attention computes its scores again; of a matrix come the gradients of input and weight.
-    assert 2 * forward <= backward <= 2 * forward + 2 * scores
-    assert one(rows, "mezo").footprint.flops == 2 * forward
-    assert one(rows, "dp_grape").footprint.flops < one(rows, ADAMW).footprint.flops
 
 
 @pytest.mark.slow
@@ -169,12 +165,12 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
     optimizer, run = trainer.optimizer.optimizer, trainer.private_run
     kept = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
     storages = {s.data_ptr(): s for s in (x.untyped_storage() for x in kept)}  # moments share one
-    assert simulated.optimizer == sum(map(in_blocks, storages.values()))
+    assert simulated.at_end[OPTIMIZER] == sum(map(in_blocks, storages.values()))
     assert optimizer.state_bytes() == sum(x.nbytes for x in kept if x.dim() > 0)
     projectors = run.update.at(0, {}) if hasattr(run.update, "at") else run.projectors
     matrices = [projector.matrix for projector in projectors.values()]
     assert bool(matrices) == (METHODS[method].projection != "identity")
-    assert simulated.projectors == sum(map(in_blocks, matrices))
+    assert simulated.at_end[PROJECTIONS] == sum(map(in_blocks, matrices))
 
 
 def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
@@ -192,7 +188,7 @@ def test_the_tables_have_a_line_for_each_method(rows: list[Compared], model: Mod
     assert max(map(len, lines)) <= 100
     for row in rows:
         assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
-    assert lines[0].split() == "a step GFLOP peak, MiB reached in".split()
+    assert lines[0].split() == "a step peak, MiB reached in".split()
     assert "B * r sum n" in text
 
 
@@ -211,22 +207,6 @@ def test_the_command_names_the_model_and_its_batch(
     text = capsys.readouterr().out
     assert "\nbatch 4, 8 tokens" in text
     assert "\nAdamW  " in text
-
-
-@pytest.mark.slow
-def test_the_command_shows_what_one_of_several_processes_sends(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command = f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 --processes 2"
-    command = f"{command} --methods adamw dp_grape"
-    assert main(f"{command} --json".split()) == 0
-    result = json.loads(capsys.readouterr().out)
-    plain, ours = (result["methods"][method]["sent"] for method in (ADAMW, "dp_grape"))
-    assert plain["all-gather"] == ours["all-gather"] > 0
-    assert plain["reduce-scatter"] > 0 == ours["reduce-scatter"]
-    assert ours["all-reduce"] > 0 == plain["all-reduce"]
-    assert main(command.split()) == 0
-    assert "sent by a process in a step, GiB" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -303,7 +303,7 @@ def taken(step: Callable[[], Any], given: Any) -> int:
     timeline.phase = FORWARD
     with timeline:
         step()
-    return timeline.peak().total - timeline.at_end(WEIGHTS)
+    return timeline.peak().total - timeline.peak().at_end[WEIGHTS]
 
 
 @pytest.mark.slow
