@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -67,3 +68,11 @@ def _seeded() -> Iterator[None]:
 def _nothing_remembered() -> None:
     """Forgets what earlier tests measured: a test may count measurements, or break them."""
     shutil.rmtree(Path(os.environ["HF_HOME"]) / "dp_grape_hf", ignore_errors=True)
+
+
+@pytest.fixture
+def releases(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns the list that every release of a trainer in this test is copied to."""
+    from tests.support.trainers import spy_releases  # which some tests need not wait for
+
+    return spy_releases(monkeypatch)

@@ -98,14 +98,6 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     assert kept.flatten(1).unique(dim=0).shape[0] > 1
 
 
-def test_layers_that_are_always_dropped_have_zero_gradients() -> None:
-    model, inputs = only("opt").model(layerdrop=1.0), only("opt").batch(3)
-    projectors = projectors_for(model, 8)
-    with pytest.raises(UnsupportedModelError, match=r"no part in the loss: .*layers\.0\."):
-        per_sample_gradients(model, inputs, projections=projectors, engine="functorch")
-    check(model.eval(), inputs, projectors)
-
-
 # ---- Attention ----
 
 

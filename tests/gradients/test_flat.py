@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dp_grape_hf.gradients import FlatGradients, FlatTensors, Layout, Runs
-from dp_grape_hf.gradients.flat import MOST, Piece
+from dp_grape_hf.gradients.flat import MOST
 from dp_grape_hf.gradients.forms import Dense
 from dp_grape_hf.projections import Projector, Side
 
@@ -37,49 +37,6 @@ def test_what_is_large_and_not_projected_stays_outside(layout: Layout) -> None:
     assert layout.size == 2 * 9 + 9 * 2 + 9 + 1
     assert "wide" not in Layout(WEIGHTS, {})
     assert "table" in Layout(WEIGHTS, PROJECTORS)  # a matrix like others: a row each is enough
-
-
-def test_views_have_the_shapes_of_coordinates_and_no_number_twice(layout: Layout) -> None:
-    flat = torch.arange(float(layout.size))
-    shapes = {
-        name: PROJECTORS[name].coordinate_shape(WEIGHTS[name].shape)
-        if name in PROJECTORS
-        else tuple(WEIGHTS[name].shape)
-        for name in layout.places
-    }
-    views = {name: place.of(flat) for name, place in layout.places.items()}
-    assert {name: tuple(view.shape) for name, view in views.items()} == shapes
-    numbers = torch.cat([view.flatten() for view in views.values()])
-    assert numbers.sort().values.tolist() == flat.tolist()
-    assert all(view.untyped_storage().data_ptr() == flat.data_ptr() for view in views.values())
-
-
-def piece_of(layout: Layout, first: str, last: str, *shape: int) -> Piece:
-    assert layout.places[last].stop - layout.places[first].start == torch.Size(shape).numel()
-    return Piece(layout.places[first].start, shape)
-
-
-@pytest.mark.parametrize("left_out", ["none", "left.weight", "number"])
-def test_parts_come_together_and_what_is_left_out_is_zero(layout: Layout, left_out: str) -> None:
-    folded = piece_of(layout, "right.weight", "right.bias", 3, 9)
-    pieces = [layout.places["number"].piece, folded, layout.places["left.weight"].piece]
-    parts = {piece: torch.randn(B, *piece.shape) for piece in pieces}
-    if left_out != "none":
-        del parts[layout.places[left_out].piece]
-    out = layout.join(parts, B, torch.ones(()))
-    for piece, part in parts.items():
-        assert torch.equal(part.reshape(B, -1), out[:, piece.start : piece.stop])
-    if left_out != "none":
-        assert not layout.places[left_out].of(out).any()
-
-
-def test_parts_that_overlap_add_up(layout: Layout) -> None:
-    folded = piece_of(layout, "right.weight", "right.bias", 3, 9)
-    bias = layout.places["right.bias"].piece
-    parts = {folded: torch.ones(B, 3, 9), bias: torch.ones(B, 9)}
-    out = layout.join(parts, B, torch.ones(()))
-    assert (layout.places["right.bias"].of(out) == 2).all()
-    assert (layout.places["right.weight"].of(out) == 1).all()
 
 
 def test_neighbours_with_one_key_are_one_part(layout: Layout) -> None:

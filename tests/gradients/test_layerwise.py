@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.gradients import Dense, flat, loss_for, make_engine
+from dp_grape_hf.gradients import Dense, flat, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.projections import Projector, Side
@@ -310,17 +309,6 @@ def test_modules_without_rules_compute_shared_values_for_each_sample(
     check(Placed(leading), tokens(batch_size, 5))
 
 
-class Repeating(Placed):
-    """Repeats what is computed once for all samples itself, as prompt tuning does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.table(x) + self.positions(x.shape[1]).repeat(len(x), 1, 1))
-
-
-def test_a_row_repeated_by_the_model_is_not_repeated_twice() -> None:
-    check(Repeating(leading=True), tokens(3))
-
-
 class Routed(nn.Module):
     """A mixture of experts: how many positions an expert is given depends on the data."""
 
@@ -360,14 +348,6 @@ def test_a_layers_output_may_be_changed_in_place() -> None:
         return hidden
 
     check(Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3))
-
-
-def test_torchs_multi_head_attention_is_exact() -> None:
-    """It owns raw matrices, and uses its child's weight itself."""
-    attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-    model = Function(lambda m, x: m.attention(x, x, x)[0], attention=attention)
-    projectors = {"attention.in_proj_weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)}
-    check(model, {"x": torch.randn(4, 5, WIDTH)}, projectors)
 
 
 # ---- Refusals ----
@@ -428,20 +408,6 @@ def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
         per_sample_gradients(Flattening(), tokens(4), loss=loss)
 
 
-@pytest.mark.parametrize(("place", "value"), [(0, float("nan")), (2, float("inf"))])
-def test_a_sample_that_is_not_finite_leaves_other_samples_exact(place: int, value: float) -> None:
-    model, inputs = only("vit").model(), only("vit").batch(3)
-    others = torch.tensor([i for i in range(3) if i != place])
-    expected = single_sample_gradients(model, inputs)[1]
-    inputs["pixel_values"][place, 0, 0, 0] = value
-    losses, gradients = per_sample_gradients(model, inputs)
-    assert not losses[place].isfinite()
-    assert_gradients_equal(
-        {name: gradient.select(others) for name, gradient in gradients.items()},
-        {name: gradient[others] for name, gradient in expected.items()},
-    )
-
-
 def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
     table = nn.Embedding(7, WIDTH)
     check(
@@ -494,32 +460,3 @@ def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed: bool) -> Non
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert [n for n, m in model.named_modules() if not m.training] == ["norm"]
     engine(tokens(3), {})
-
-
-# ---- Dropout ----
-
-
-def test_dropout_in_a_module_without_rule_differs_between_samples() -> None:
-    model = only("vit").model(hidden_dropout_prob=0.3)
-    inputs = {k: v[:1].repeat(3, *[1] * (v.dim() - 1)) for k, v in only("vit").batch(1).items()}
-    _, gradients = per_sample_gradients(model, inputs)
-    assert gradients["vit.embeddings.cls_token"].squared_norm().unique().numel() == 3
-
-
-# ---- Another library's answer ----
-
-
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_projected_gradients_equal_those_of_opacus_projected_afterwards() -> None:
-    model, inputs = only("llama").model(), only("llama").batch(9)  # B equal to T
-    projectors = projectors_for(model, 8)
-    _, gradients = per_sample_gradients(model, inputs, projections=projectors)
-    # "sum" because the losses are added up; not strict because of buffers in the model.
-    wrapped = GradSampleModule(model, loss_reduction="sum", strict=False)
-    labels = inputs.pop("labels")
-    loss_for(model)(wrapped(**inputs), labels).sum().backward()
-    expected = {
-        name: projectors[name].project(p.grad_sample) if name in projectors else p.grad_sample
-        for name, p in model.named_parameters()
-    }
-    assert_gradients_equal(gradients, expected)

@@ -5,17 +5,13 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from datasets import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from dp_grape_hf import DPGrapeTrainer, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import StateGuard
-from dp_grape_hf.publishing.file_checks import MISMATCH
-from dp_grape_hf.publishing.verification import verify
 from tests.models.zoo import QUANTISED
 from tests.support.marks import slow_but
 from tests.support.oracles import assert_exact
-from tests.support.trainers import make_args
 
 # PEFT asks a quantised model of transformers so.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
@@ -78,26 +74,3 @@ def test_a_statistic_in_a_quantised_layer_is_refused(tmp_path: Path) -> None:
         StateGuard(model=model).unchanged(),
     ):
         model(**batch())
-
-
-@pytest.mark.slow
-@each_kind
-def test_an_adapter_on_a_quantised_base_is_saved_exactly(tmp_path: Path, kind: str) -> None:
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (32, 9)).tolist()]
-    model = adapted(base(tmp_path / "base", kind))
-    untrained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-    trainer = DPGrapeTrainer(
-        model,
-        make_args(tmp_path / "run", method="dp_adam", eval_strategy="steps", eval_steps=1),
-        train_dataset=Dataset.from_list(rows[4:]),
-        eval_dataset=Dataset.from_list(rows[:4]),
-    )
-    trainer.train()
-    trained = dict(model.named_parameters())
-    assert not any(torch.equal(trained[name], was) for name, was in untrained.items())
-    trainer.save_model(tmp_path / "saved")
-    assert MISMATCH not in {check.status for check in verify(tmp_path / "saved")}
-    found = peft.PeftModel.from_pretrained(base(tmp_path / "base", kind), tmp_path / "saved")
-    saved = peft.get_peft_model_state_dict(found)
-    expected = peft.get_peft_model_state_dict(model)
-    torch.testing.assert_close(saved, expected, rtol=0, atol=0)

@@ -176,9 +176,9 @@ def make_trainer(
     )
 
 
-def assert_refused(trainer: Any, match: str) -> None:
-    """Training stops with a matching ``PrivacyError`` before the first release."""
-    with pytest.raises(PrivacyError, match=match):
+def assert_refused(trainer: Any, match: str, error: type[Exception] = PrivacyError) -> None:
+    """Training stops with a matching error before the first release."""
+    with pytest.raises(error, match=match):
         trainer.train()
     assert trainer.ledger.steps == 0
 

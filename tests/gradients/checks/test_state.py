@@ -20,9 +20,6 @@ from dp_grape_hf.gradients import StateGuard, warm_up
 from tests.support.collators import tokenizer
 from tests.support.models import only
 
-Rows = list[dict[str, Any]]
-
-
 # ---- Collators and data sets ----
 
 
@@ -207,12 +204,6 @@ def test_a_collator_of_transformers_is_no_false_alarm() -> None:
     for length in (3, 9):
         with guard.unchanged():
             collator([{"input_ids": [*range(5, 5 + length)]}])
-
-
-def test_a_seed_of_a_collator_of_transformers_is_seen() -> None:
-    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5, seed=0)
-    with pytest.raises(PrivacyError, match="generator"), StateGuard(collator=collator).unchanged():
-        collator([{"input_ids": [5, 6, 7]}])
 
 
 def test_what_changes_between_two_looks_is_no_memory() -> None:

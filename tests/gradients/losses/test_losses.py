@@ -66,24 +66,6 @@ def samples_of(inputs: Batch) -> list[Batch]:
 # ---- Each head ----
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("BERT, token classification", "DistilBERT, question answering", "Phi, causal LM"),
-        *("T5, question answering", "BART's decoder, causal LM"),
-        "BERT + prompt tuning, question answering",
-        *("Llama + prompt tuning, causal LM", "Llama + prompt tuning, sequence classification"),
-        "Llama + prefix tuning, causal LM",  # which has no positions of its own
-    ],
-)
-def test_each_head_equals_the_models_loss_for_one_example(name: str) -> None:
-    """Those that ``test_models.py`` leaves to the slow tests."""
-    model, inputs = row(name).model(), row(name).batch(B)
-    losses = per_sample(model, inputs)
-    assert losses.shape == (B,)
-    torch.testing.assert_close(losses, own(model, inputs), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("entry", {entry.task: entry for entry in reversed(ROWS)}.values(), ids=str)
 def test_losses_are_float32_for_a_half_precision_model(entry: Row) -> None:
     model = entry.model().to(torch.bfloat16)
