@@ -20,7 +20,6 @@ from recipes.site.links import ROOT, repository
 
 
 def run(command: Sequence[str], folder: Path, **environment: str) -> str:
-    """Runs a command, which has to succeed, and returns what it prints."""
     done = subprocess.run(
         command,
         cwd=folder,

@@ -72,9 +72,6 @@ LONG = ("calibrate", "memory", "audit")
 """Commands of ``dp-grape`` that take from some seconds to some minutes."""
 
 
-# ---- What a page is made of ----
-
-
 @dataclass(frozen=True)
 class Block:
     """A fenced block: its language, its text and the line it begins in, or why it is not run."""
@@ -511,9 +508,6 @@ def test_only_recipes_show_what_is_not_run(capsys: pytest.CaptureFixture[str]) -
         for page, block in left:
             sys.stdout.write(f"\nnot run: {page}:{block.line}: {block.not_run}")
     assert all(page.startswith("recipes/") and block.language != "python" for page, block in left)
-
-
-# ---- That these tests can fail ----
 
 
 @pytest.mark.parametrize(

@@ -65,9 +65,6 @@ def test_noise_is_that_of_the_inverse_matrix() -> None:
     assert left == pytest.approx(float(np.linalg.norm(weights @ inverse)))
 
 
-# ---- Coefficients ----
-
-
 @pytest.mark.parametrize(("bands", "inertia"), [(2, 0.0), (16, 0.9)])
 def test_coefficients_have_length_one_and_no_small_change_improves_them(
     bands: int, inertia: float
@@ -157,9 +154,6 @@ def test_bands_compose_with_what_was_released_before() -> None:
 def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) -> None:
     with pytest.raises(PrivacyError, match=words):
         Releases(1.0, 0.02, 100, **changed).block()  # type: ignore[arg-type]
-
-
-# ---- What is chosen ----
 
 
 @pytest.mark.parametrize(

@@ -43,9 +43,6 @@ def parse(*words: str) -> DPGrapeTrainingArguments:
     return parser.parse_args_into_dataclasses([*host, *words], look_for_args_file=False)[0]
 
 
-# ---- The table ----
-
-
 def test_fields_and_choices_agree_with_the_table_of_options() -> None:
     types = get_type_hints(DPGrapeArguments)
     own = {name: option for name, option in OPTIONS.items() if not option.of_host}
@@ -150,9 +147,6 @@ def test_both_names_of_one_quantity_are_refused(short: str, name: str) -> None:
 
 def test_a_token_is_not_shown() -> None:
     assert "geheim" not in repr(make(hub_token="geheim"))
-
-
-# ---- The expected batch size ----
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -288,9 +282,6 @@ def test_help_explains_every_field_and_shows_the_short_names() -> None:
         assert f"--{short} " in page
 
 
-# ---- Files ----
-
-
 def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     """In YAML 1.1 a float needs a point: ``1e-5`` is text."""
     file = tmp_path / "args.yaml"
@@ -356,9 +347,6 @@ def test_an_accelerator_with_unexamined_random_numbers_is_not_used(
 def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
     with pytest.raises(PrivacyError, match="expected_batch_size=0"):
         make(per_device_train_batch_size=0, learning_rate=1e-3)
-
-
-# ---- Optimizers of transformers ----
 
 
 @pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
@@ -460,9 +448,6 @@ def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
 def test_token_counts_are_allowed_without_noise() -> None:
     args = make(**NO_NOISE, include_num_input_tokens_seen=True)
     assert args.include_num_input_tokens_seen == "all"
-
-
-# ---- Gradient checkpointing ----
 
 
 @pytest.mark.parametrize(

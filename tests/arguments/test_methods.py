@@ -49,7 +49,6 @@ from tests.support.trainers import (
     make_trainer,
     owned,
     points,
-    spy_releases,
     tiny,
     weights_of,
 )
@@ -162,8 +161,6 @@ def test_a_method_of_the_package_cannot_be_replaced() -> None:
 
 
 class Losses(QueryEngine):
-    """Answers with the loss of each sample, twice."""
-
     size = 2
 
     def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -227,10 +224,9 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(
     ],
 )
 def test_one_example_moves_the_release_by_at_most_c(
-    method: str, clipping: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, clipping: str, tmp_path: Path, releases: Any
 ) -> None:
     """The first of two runs has one example more; all are in every draw."""
-    releases = spy_releases(monkeypatch)
     for number in (24, 23):
         run(
             tmp_path / str(number),
@@ -263,8 +259,6 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
 
 
 def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
-    """Compares a run with one that was stopped and resumed."""
-
     def trainer(name: str, *callbacks: Watch) -> Any:
         return make_trainer(
             folder / name,
@@ -304,18 +298,12 @@ def test_a_tiny_model_learns(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", PRIVATE)
-def test_an_empty_draw_releases_noise(
-    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_empty_draw_releases_noise(method: str, tmp_path: Path, releases: Any) -> None:
     """q = 1e-9: nobody is drawn."""
-    releases = spy_releases(monkeypatch)
     rare = {"num_samples": 10**9, "per_device_train_batch_size": 1, "target_delta": 1e-10}
     run(tmp_path, method, max_steps=2, **rare)
     assert len(releases) == 2
     assert all(value.abs().min() > 0 for release in releases for value in release.values())
-
-
-# ---- Refusals ----
 
 
 @pytest.mark.parametrize(
@@ -462,10 +450,9 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
     ids=str,
 )
 def test_a_factor_of_all_parameters_divides_the_clipping_norm(
-    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], tmp_path: Path, releases: Any
 ) -> None:
     """clip(4 g, C) / 4 is clip(g, C / 4), bit by bit, and so is the noise."""
-    releases = spy_releases(monkeypatch)
     settings = {"method": "dp_grape", "noise_multiplier": 0.5, "max_steps": 2} | changes
     if "privacy_unit_column" in changes:
         settings |= {"train_dataset": owned(), "per_device_train_batch_size": 8}

@@ -153,9 +153,6 @@ def test_counts_and_levels_that_make_no_sense_are_refused(
         epsilon_lower_bound(**given | changes)
 
 
-# ---- Evidence ----
-
-
 @pytest.mark.parametrize("rate", [1.0, 0.3])
 def test_the_evidence_is_the_likelihood_ratio_of_the_two_worlds(rate: float) -> None:
     seen = np.linspace(-2, 3, 11)

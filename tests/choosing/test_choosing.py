@@ -26,11 +26,9 @@ from transformers import (
     GPT2LMHeadModel,
     MPNetConfig,
     RobertaConfig,
-    TrainerCallback,
     set_seed,
 )
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.accounting import usual_batch_size
 from dp_grape_hf.choosing import (
     average_at_first,
@@ -46,10 +44,11 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import RewardLoss, loss_for
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.projections import on_inputs
+from tests.support.choosing import WORDS, examples, trainer_of
 from tests.support.marks import slow_but
 from tests.support.trainers import Examples
 
-WORDS, WIDTH = 50, 16
+WIDTH = 16
 
 
 def config(**changes: Any) -> BertConfig:
@@ -75,24 +74,8 @@ def pretrained(folder: Path, model: Any = None) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
 
 
-def examples(count: int = 64) -> Examples:
-    ids = torch.randint(5, WORDS, (count, 10), generator=torch.Generator().manual_seed(0))
-    row = {"attention_mask": [1] * 10}
-    return Examples([{**row, "input_ids": x.tolist(), "labels": int(x[0] % 3)} for x in ids])
-
-
 def text(size: int = 4, length: int = 8) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(5, WORDS, (size, length))}
-
-
-def arguments(folder: Path, **changes: Any) -> DPGrapeTrainingArguments:
-    quiet = {"report_to": "none", "disable_tqdm": True, "use_cpu": True, "accountant": "rdp"}
-    budget = {"eps": 8.0, "delta": 1e-3, "num_train_epochs": 2}
-    return DPGrapeTrainingArguments(output_dir=str(folder), **quiet | budget | changes)
-
-
-def trainer_for(folder: Path, model: Any, **changes: Any) -> Any:
-    return DPGrapeTrainer(model, arguments(folder / "out", **changes), train_dataset=examples())
 
 
 def of_the_run(suggestion: str) -> dict[str, str]:
@@ -102,9 +85,6 @@ def of_the_run(suggestion: str) -> dict[str, str]:
     return {name: value for name, value in rows if name}
 
 
-# ---- Batch and steps ----
-
-
 @pytest.mark.parametrize(("samples", "passes"), [(2635, 3), (60_000, 1), (1024, 10), (100_000, 30)])
 def test_a_batch_grows_with_the_root_of_what_is_read(samples: int, passes: float) -> None:
     size = usual_batch_size(samples, passes)
@@ -112,9 +92,19 @@ def test_a_batch_grows_with_the_root_of_what_is_read(samples: int, passes: float
     assert usual_batch_size(samples, 4 * passes) == pytest.approx(2 * size, rel=0.02)
 
 
-def test_given_steps_decide_the_batch() -> None:
-    assert usual_batch_size(1000, 2, steps=50) == 40
-    assert usual_batch_size(10, 1000) == 10  # no more than there are
+@pytest.mark.parametrize(
+    ("samples", "passes", "steps", "batch"),
+    [
+        (1000, 2, 50, 40),
+        (2635, 3, 200, 40),
+        *((3000, 3, 5, 300), (40, 3, 3, 9)),  # at most a tenth, and more of few
+        (10, 1000, None, 10),  # no more than there are
+    ],
+)
+def test_given_steps_decide_a_batch_of_at_most_a_tenth(
+    samples: int, passes: int, steps: int | None, batch: int
+) -> None:
+    assert usual_batch_size(samples, passes, steps) == batch
 
 
 # ---- The walk of the noise ----
@@ -235,7 +225,7 @@ def test_head_inputs_are_partially_whitened_unless_an_adapter_is_saved(
     set_seed(0)
     model = trained(GPT2ForSequenceClassification(DECODER))
     model.transformer.ln_f.weight.data[3] *= 40  # of a feature that is large in every text
-    trainer = trainer_for(tmp_path, model, save_as=save_as)
+    trainer = trainer_of(tmp_path / "out", model, save_as=save_as)
     assert trainer.plan.mechanism.clipped_apart == "score"
     projectors = trainer.private_run.projectors_at(0)
     if save_as == "adapter":
@@ -280,7 +270,7 @@ def test_an_untrained_model_has_one_learning_rate_for_all_weights(
 ) -> None:
     set_seed(0)
     model = BertForSequenceClassification(config())
-    trainer = trainer_for(tmp_path, model)
+    trainer = trainer_of(tmp_path / "out", model)
     table = trainer.suggestion()
     assert all(p.requires_grad for p in model.parameters())
     assert trainer.plan.mechanism.clipped_apart is None
@@ -297,7 +287,7 @@ def test_an_untrained_models_rate_is_limited_by_noise_or_steps(
     eps: float, bound: str, tmp_path: Path
 ) -> None:
     set_seed(0)
-    trainer = trainer_for(tmp_path, BertForSequenceClassification(config()), eps=eps)
+    trainer = trainer_of(tmp_path / "out", BertForSequenceClassification(config()), eps=eps)
     trainer.suggestion()
     layers = [m for m in trainer.model.modules() if isinstance(m, nn.Linear)]
     norm = sum(layer.out_features for layer in layers) ** 0.5
@@ -356,7 +346,7 @@ def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way: str, tmp_p
     make, changes = WAYS[way]
     rates, limits = [], []
     for eps in (0.5, 8.0, 1e5, 1e6):
-        trainer = trainer_for(tmp_path, make(tmp_path / "base"), eps=eps, **changes)
+        trainer = trainer_of(tmp_path / "out", make(tmp_path / "base"), eps=eps, **changes)
         table = trainer.suggestion()
         groups = trainer.rates.groups
         rates.append([group.rate for group in groups])
@@ -373,7 +363,9 @@ def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
     """It divides noise by its size: what is left of it in the weights does not fall with it."""
     rates = []
     for eps in (8.0, 1e5):
-        trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=eps, update_rule="adam")
+        trainer = trainer_of(
+            tmp_path / "out", pretrained(tmp_path / "base"), eps=eps, update_rule="adam"
+        )
         trainer.suggestion()
         rates.append([group.rate for group in trainer.rates.groups])
     assert rates[0] == pytest.approx(rates[1], rel=0.1)
@@ -381,7 +373,7 @@ def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
 
 def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path) -> None:
     """The rule is run on a gradient of plain autograd, until its steps are equally long."""
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=1e6, max_steps=200)
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), eps=1e6, max_steps=200)
     trainer.suggestion()
     assert trainer.rates.body.limit == "stability"
     model, rates = trainer.model.eval(), trainer.rates
@@ -428,17 +420,8 @@ def test_adam_moves_all_numbers_alike_whatever_their_gradients() -> None:
 # ---- A run ----
 
 
-class StopAt4(TrainerCallback):
-    """Ends training where its checkpoint is."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == 4
-
-
 def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None:
-    args = arguments(tmp_path / "out", logging_steps=1)
-    model = pretrained(tmp_path / "base")
-    trainer: Any = DPGrapeTrainer(model, args, train_dataset=examples())
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), logging_steps=1)
     trainer.train()
     assert trainer.rates.body.effect == pytest.approx(0.6, rel=0.1)
     assert trainer.rates.head.effect == pytest.approx(1.2, rel=1e-3)
@@ -449,7 +432,6 @@ def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None
     assert trainer.privacy_spent().epsilon <= 8
     groups = {group["lr"] for group in trainer.optimizer.param_groups}
     assert groups == {*trainer.rates.by_name.values()}  # which stay
-    assert (args.learning_rate, args.expected_batch_size) == (None, None)  # the user's own
 
 
 @pytest.mark.parametrize(
@@ -470,7 +452,7 @@ def test_a_head_that_puts_out_numbers_bears_less_noise(
     )
     rows, number = examples(), changes["num_labels"]
     labelled = [{**row, "labels": [1.0] * number if number > 1 else 1.0} for row in rows]
-    trainer = DPGrapeTrainer(model, arguments(tmp_path / "out"), train_dataset=Examples(labelled))
+    trainer = trainer_of(tmp_path / "out", model, train_dataset=Examples(labelled))
     said = trainer.suggestion()
     assert trainer.rates.head.effect == pytest.approx(noise, rel=1e-3)
     assert ("Labels are numbers" in said) == (f"adds {noise:g} to a number" in said) == (noise < 1)
@@ -484,7 +466,7 @@ def test_a_reward_is_no_number_that_labels_are() -> None:
 
 
 def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path: Path) -> None:
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base").train())
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     state = torch.get_rng_state()
     trainer.private_run.projectors_at(0)
@@ -492,6 +474,7 @@ def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path: Path
     trainer.model.classifier.register_forward_hook(lambda *call: ran.append(call))
     trainer._choose_rates()
     assert len(ran) == 1  # to find the layer; logits are not measured
+    assert all(module.training for module in trainer.model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
@@ -506,7 +489,9 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
         "gradient_factors": {"bert": 2.0},
         "learning_rate_factors": {"classifier": 3.0},
     }
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), expected_batch_size=7, **given)
+    trainer = trainer_of(
+        tmp_path / "out", pretrained(tmp_path / "base"), expected_batch_size=7, **given
+    )
     own = trainer.plan.mechanism
     assert (own.max_grad_norm, own.clipping, own.expected_batch_size) == (0.5, "flat", 7)
     assert own.factors_by_pattern == {"bert": 2.0}
@@ -520,25 +505,12 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_with_a_rate_nothing_is_chosen(tmp_path: Path) -> None:
     model = pretrained(tmp_path / "base")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    trainer = trainer_for(tmp_path, model, learning_rate=1e-3)
+    trainer = trainer_of(tmp_path / "out", model, learning_rate=1e-3)
     assert trainer.args.lr_scheduler_type == "linear"
     assert all(p.requires_grad for p in trainer.model.parameters())
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
     own = trainer.plan.mechanism
     assert (own.clipping, own.expected_batch_size, own.projection_rank) == ("flat", 8, 16)
-
-
-@pytest.mark.slow
-def test_a_run_is_resumed_with_the_rates_of_its_checkpoint(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    made = trainer_for(tmp_path, pretrained(base), save_steps=4, save_strategy="steps")
-    made.add_callback(StopAt4())
-    made.train()
-    again = AutoModelForSequenceClassification.from_pretrained(base, num_labels=3)
-    resumed = trainer_for(tmp_path, again, save_steps=4, save_strategy="steps")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
-    rates = [[group["initial_lr"] for group in t.optimizer.param_groups] for t in (made, resumed)]
-    assert rates[0] == rates[1]
 
 
 UNSUITABLE = [
@@ -553,7 +525,7 @@ UNSUITABLE = [
 def test_unsuitable_settings_are_reported_before_the_first_step(
     changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), **changes)
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), **changes)
     trainer.start()
     assert any(said in record.message for record in caplog.records)
 
@@ -561,7 +533,7 @@ def test_unsuitable_settings_are_reported_before_the_first_step(
 def test_no_warning_concerns_chosen_settings(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer_for(tmp_path, pretrained(tmp_path / "base"), eps=100.0).start()
+    trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), eps=100.0).start()
     assert not [r for r in caplog.records if r.name.startswith("dp_grape_hf")]
 
 
@@ -571,13 +543,6 @@ def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
     assert push_of_signal("adam", {}, sizes, [1.0] * 5).tolist() == pytest.approx([0, 5, 5])
 
 
-@pytest.mark.parametrize(
-    ("samples", "steps", "batch"), [(3000, 5, 300), (2635, 200, 40), (40, 3, 9)]
-)
-def test_a_step_samples_at_most_a_tenth_of_the_data(samples: int, steps: int, batch: int) -> None:
-    assert usual_batch_size(samples, 3, steps) == batch
-
-
 # ---- It says what it chose ----
 
 
@@ -585,7 +550,7 @@ def test_a_step_samples_at_most_a_tenth_of_the_data(samples: int, steps: int, ba
 def test_a_run_begins_with_a_table_of_what_was_chosen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), disable_tqdm=False)
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), disable_tqdm=False)
     table = trainer.suggestion()
     assert "64 examples, epsilon 8 at delta 0.001" in table
     assert of_the_run(table)["schedule"] == "constant_with_warmup"
@@ -599,7 +564,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
 def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(
     tmp_path: Path,
 ) -> None:
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"))
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"))
     trainer.train()
     trainer.save_model()
     rates = trainer.rates
@@ -614,7 +579,7 @@ def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(
 @pytest.mark.slow
 def test_signal_is_logged_of_body_and_head(tmp_path: Path) -> None:
     settings = {"logging_steps": 1, "eps": 1000.0, "noise": "independent"}
-    trainer = trainer_for(tmp_path, pretrained(tmp_path / "base"), **settings)
+    trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), **settings)
     trainer.train()
     logs = trainer.state.log_history[0]
     parts = [logs[f"noise_{group}"] for group in ("body", "head")]
@@ -628,11 +593,9 @@ def test_suggest_chooses_what_a_run_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = tmp_path / "base"
-    args, model = arguments(tmp_path / "out", accountant="pld"), pretrained(base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    expected = DPGrapeTrainer(
-        model, args, train_dataset=examples(), processing_class=tokenizer
-    ).suggestion()
+    model, tokenizer = pretrained(base), AutoTokenizer.from_pretrained(base)
+    settings = {"accountant": "pld", "processing_class": tokenizer}
+    expected = trainer_of(tmp_path / "out", model, **settings).suggestion()
     options = "--num_labels 3 --num_samples 64 --eps 8 --delta 1e-3 --epochs 2"
     assert main(["suggest", str(tmp_path / "base"), *options.split()]) == 0
     assert capsys.readouterr().out == expected

@@ -240,8 +240,6 @@ def test_a_contradictory_or_incomplete_request_is_a_usage_error(
     assert "usage: dp-grape" in refusal(command, capsys)
 
 
-# ---- memory ----
-
 TINY = {
     **{"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
     **{"intermediate_size": 64, "max_position_embeddings": 40},

@@ -6,8 +6,6 @@ from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    """Layers by name, and what is computed with them."""
-
     def __init__(self, compute: Callable[..., Tensor], **layers: nn.Module) -> None:
         super().__init__()
         for name, layer in layers.items():

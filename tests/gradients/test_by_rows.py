@@ -16,8 +16,6 @@ POSITIONS, FEATURES = 5, 6
 
 
 class Embeddings(nn.Module):
-    """Has a class token, positions and a layer inside."""
-
     def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.token = nn.Parameter(torch.randn(1, 1, FEATURES))

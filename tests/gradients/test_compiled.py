@@ -161,8 +161,6 @@ def test_separately_stored_updates_of_16_bit_weights_are_compiled() -> None:
 
 
 class Doubled(nn.Module):
-    """Has a parameter of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(6))

@@ -56,9 +56,6 @@ def test_an_input_without_samples_is_refused(extra: Any) -> None:
         per_sample_gradients(Small(), inputs, loss=squares)
 
 
-# ---- At the size of a physical batch ----
-
-
 def plain(outputs: Any, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
 
@@ -99,9 +96,6 @@ def test_an_output_that_depends_on_batch_size_is_refused(in_training: bool, tmp_
         trainer.train()
 
 
-# ---- Nothing to learn from ----
-
-
 class Normalised(TinyForSequenceClassification):
     """Normalises over the batch: over one sample, which functorch runs by itself, that is zero."""
 
@@ -122,9 +116,6 @@ def test_a_run_without_any_gradient_is_refused(
     settings = {"engine": engine, "compute_loss_func": plain}
     trainer = make_trainer(tmp_path, model=model(), **settings)
     assert_refused(trainer, "No example that was tried has a gradient")
-
-
-# ---- What a run is given ----
 
 
 class SeededCollator:

@@ -36,9 +36,6 @@ def positions(batch_size: int = 4) -> Batch:
 check = partial(assert_exact, engine="functorch")
 
 
-# ---- Forms and memory ----
-
-
 def test_gradients_come_in_the_forms_that_cost_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flat, "MOST", 0)  # in no matrix of all gradients
     gradients = check(only("roberta-classifier").model(), only("roberta-classifier").batch(4))
@@ -68,9 +65,6 @@ def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
     assert vocabulary * hidden <= largest.numbers < batch_size * vocabulary * hidden / 2
 
 
-# ---- Randomness ----
-
-
 def test_dropout_of_attention_alone_differs_between_samples() -> None:
     model = only("gpt2").model(attn_pdrop=0.5)
     copies = {k: v[:1].repeat(6, *[1] * (v.dim() - 1)) for k, v in only("gpt2").batch(1).items()}
@@ -98,9 +92,6 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     assert kept.flatten(1).unique(dim=0).shape[0] > 1
 
 
-# ---- Attention ----
-
-
 @pytest.mark.parametrize(
     ("shape", "masked"),
     [((5, 8), False), ((2, 5, 4), True), ((1, 2, 5, 4), True), ((3, 2, 5, 4), False)],
@@ -122,9 +113,6 @@ def test_attention_never_mixes_samples_whatever_the_dimensions(
         return output.reshape(1, -1)
 
     check(toy(attend), positions(), loss=mean_output)
-
-
-# ---- Refusals ----
 
 
 def test_a_pass_that_is_repeated_outside_vmap_is_refused() -> None:

@@ -21,11 +21,7 @@ each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
 def toy(layer: nn.Module | None = None) -> nn.Module:
-    """Returns a linear model with room for one more layer."""
     return nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.Tanh(), layer or nn.Identity()))
-
-
-# ---- Equality with the definition ----
 
 
 @pytest.mark.parametrize("case", slow_but(("bert-classifier", "gpt2"), TYPICAL))
@@ -33,9 +29,6 @@ def test_gradients_are_exact_where_the_batch_size_equals_another_dimension(case:
     model = case.model()
     for batch_size in {1, HEADS, case.positions}:
         assert_exact(model, case.batch(batch_size, case.positions), projectors_for(model, 8))
-
-
-# ---- Nothing is left behind ----
 
 
 @each_engine
@@ -72,9 +65,6 @@ def test_the_result_holds_no_graph(engine: str) -> None:
     for name, gradient in gradients.items():
         assert not gradient.squared_norm().requires_grad, name
         assert not gradient.weighted_sum(torch.ones(3)).requires_grad, name
-
-
-# ---- Refusals of both engines ----
 
 
 @pytest.mark.parametrize(
@@ -116,9 +106,6 @@ def test_inputs_that_disagree_on_the_batch_size_are_refused(engine: str) -> None
 def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(PrivacyError, match=r"engine='hooks' does not.*functorch, layerwise"):
         make_engine("hooks", toy(), mean_output)
-
-
-# ---- Models and batches that cannot be examined, or split ----
 
 
 def test_flex_attention_is_refused_before_the_model_runs(tmp_path: Path) -> None:

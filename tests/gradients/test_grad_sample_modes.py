@@ -41,9 +41,6 @@ def released(
     return mechanism.released(make_private(per_sample, max_grad_norm=bound), batches, projectors)
 
 
-# ---- The release ----
-
-
 @pytest.mark.parametrize(
     ("name", "rank"), [*((name, 4) for name in MODELS), ("stack", None), ("under vmap", None)]
 )
@@ -106,9 +103,6 @@ def test_layers_that_a_later_pass_leaves_out_get_zero(mode: str) -> None:
     assert found["layer.weight"].shape == (4, 2)
 
 
-# ---- The forms ----
-
-
 def forms(gradients: Gradients) -> dict[str, set[type]]:
     return {
         name: {type(part) for part in getattr(gradient, "parts", (gradient,))}
@@ -134,9 +128,6 @@ def test_gradients_have_the_form_of_their_mode(
     else:
         table = found["table.weight" if name == "stack" else "0.table"]
         assert SparseRows in table or GradientSum in table
-
-
-# ---- Refusals ----
 
 
 def test_an_unknown_mode_is_refused_with_the_modes() -> None:

@@ -83,7 +83,6 @@ class Unpadded(nn.Module):
 
 
 def classifier(compute: Callable[..., Tensor], **layers: nn.Module) -> nn.Module:
-    """Looks words up, computes something with some layers, and has a head."""
     table, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
     return Function(compute, table=table, **layers, head=head)
 
@@ -157,11 +156,7 @@ def test_an_order_of_rows_that_shows_later_is_refused_then() -> None:
         engine(texts(5, 5, 5), {})
 
 
-# ---- The first samples show nothing ----
-
-
 def centred(m: Any, x: Tensor) -> Tensor:
-    """Couples its samples."""
     hidden = m.layer(x).tanh()
     return m.head(hidden - hidden.mean(0, keepdim=True))
 
@@ -187,8 +182,6 @@ def test_samples_without_gradients_do_not_vouch_for_a_model(broken: str, samples
 
 
 class ChangedInPlace(nn.Module):
-    """Changes the output of its activation function in place."""
-
     def __init__(self, inplace: bool) -> None:
         super().__init__()
         self.inplace, self.act = inplace, nn.SiLU(inplace=inplace)
@@ -223,8 +216,6 @@ class Scaled(nn.Module):
 
 
 class GatedRMSNorm(nn.Module):
-    """Is given a gate only in long texts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.rand(WIDTH)), 1e-6
@@ -247,8 +238,6 @@ def test_a_layer_given_a_second_tensor_loses_its_rule() -> None:
 
 
 class TiedTable(nn.Embedding):
-    """Looks up, and multiplies with its table as well."""
-
     def forward(self, ids: Tensor) -> Tensor:
         found = super().forward(ids)
         return found + (found @ self.weight.T).tanh() @ self.weight

@@ -40,9 +40,6 @@ def indices(*shape: int, below: int = 5) -> Callable[[int], Tensor]:
     return lambda batch_size: torch.randint(0, below, (batch_size, *shape))
 
 
-# ---- Layers that look like one with a rule ----
-
-
 class CentredRMSNorm(nn.Module):
     """Takes the mean away first."""
 
@@ -66,8 +63,6 @@ class OutsideRMSNorm(CentredRMSNorm):
 
 
 class GatedRMSNorm(CentredRMSNorm):
-    """Needs a second input."""
-
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return super().forward(x * gate.sigmoid())
 
@@ -78,8 +73,6 @@ class CallsGated(GatedRMSNorm):
 
 
 class ScaledLinear(nn.Linear):
-    """Computes something else than its base class."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.weight.sum()
 
@@ -89,8 +82,6 @@ class RenamedLinear(nn.Linear):
 
 
 class CountingEmbedding(nn.Embedding):
-    """Looks up twice in one call."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * super().forward(4 - x)
 
@@ -188,8 +179,6 @@ each_row = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
 class Wrapped(nn.Module):
-    """One layer as a whole model."""
-
     def __init__(self, row: Row) -> None:
         super().__init__()
         self.layer, self.flattened = row.layer(), row.flattened
@@ -312,9 +301,6 @@ def test_a_layer_type_has_one_rule() -> None:
     with pytest.raises(ValueError, match="Linear has a rule already"):
         layer_rule(nn.Linear)(LayerRule)
     assert before == RULES
-
-
-# ---- What is kept ----
 
 
 def test_a_table_is_never_materialised_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:

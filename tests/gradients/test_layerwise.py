@@ -131,9 +131,6 @@ def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
         per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
 
 
-# ---- A weight with several uses ----
-
-
 class Shared(nn.Module):
     """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
 
@@ -227,8 +224,6 @@ class Unvectorised(torch.autograd.Function):
 
 
 class Looping(Gate):
-    """A gate whose code cannot run under vmap, and spoils its input before that shows."""
-
     def __init__(self, random: bool = False) -> None:
         super().__init__()
         self.random = random
@@ -289,8 +284,6 @@ class Positions(nn.Module):
 
 
 class Placed(nn.Module):
-    """Adds positions to looked-up tokens."""
-
     def __init__(self, leading: bool) -> None:
         super().__init__()
         self.table, self.positions = nn.Embedding(7, WIDTH), Positions(leading)
@@ -428,12 +421,7 @@ def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
         assert_gradients_equal(engine(batch, {})[1], expected)
 
 
-# ---- Nothing is left behind ----
-
-
 class Failing(Flattening):
-    """Fails in the forward pass when told to."""
-
     fails = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -199,8 +199,6 @@ def test_a_compiled_model_is_refused(engine: str) -> None:
         make_engine(engine, model)
 
 
-# ---- Only where there are labels ----
-
 WHOLE = (
     *("prompt tuning", "P-tuning", "VB-LoRA"),  # the whole model runs under vmap
     "RandLoRA",  # whose gradients of few labels nearly cancel

@@ -64,9 +64,6 @@ def test_an_unknown_head_is_refused_with_remedy_before_known_heads() -> None:
     assert all(suffix in known for suffix in HEADS)
 
 
-# ---- Adapters ----
-
-
 def test_the_adapters_that_errors_name_are_those_that_were_compared() -> None:
     assert set(ADAPTERS) == set(zoo.ADAPTERS)
     refused = {family.adapter for family in zoo.FAMILIES if family.refused.get("layerwise")}

@@ -36,9 +36,6 @@ def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
     return case.batch(size, case.positions)
 
 
-# ---- Silent where all is well ----
-
-
 @pytest.mark.parametrize("case", slow_but(("gpt2", "vit"), TYPICAL))
 @pytest.mark.parametrize("bits", ["32", "16", "autocast"])
 def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
@@ -69,8 +66,6 @@ def test_draws_of_a_pass_begun_again_do_not_count() -> None:
 
 
 class LosesATerm(LayerRule):
-    """LayerNorm's rule, without the product by the normalised input."""
-
     def gradients(
         self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
     ) -> dict[str, Any]:
@@ -173,8 +168,6 @@ def test_examples_are_added_if_the_first_batch_has_too_few(
 
 
 class HasTwice(DPGrapeTrainer):
-    """Its optimizer has the head's bias in two groups."""
-
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
         first, second = optimizer.param_groups
@@ -217,9 +210,6 @@ def test_the_optimizer_rejects_tensors_that_are_no_model_parameters() -> None:
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(PrivacyError, match="A tensor that is not in the model is in the"):
         require_each_once(optimizer, model, dict(model.named_parameters()))
-
-
-# ---- Rounding to 16 bits ----
 
 
 @pytest.mark.parametrize("confident", [True, False])

@@ -65,7 +65,6 @@ def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
 
 
 def drops_paths(hidden: Tensor) -> Tensor:
-    """Stochastic depth, a coin for each sample."""
     return hidden * (0.7 + torch.rand(len(hidden), 1)).floor() / 0.7
 
 
@@ -85,7 +84,6 @@ def attends(hidden: Tensor) -> Tensor:
 
 
 def recomputed(toss: Toss) -> Toss:
-    """Lets a function run again in the backward pass."""
     return lambda hidden: checkpoint(toss, hidden, use_reentrant=False)
 
 
@@ -396,9 +394,6 @@ def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: boo
         assert torch.equal(weight.signbit(), values.signbit())
 
 
-# ---- Models that have them ----
-
-
 def test_layer_drop_is_refused_before_the_first_release(tmp_path: Path) -> None:
     """Also where its configuration does not tell."""
     model = only("opt").model(layerdrop=0.2)
@@ -472,8 +467,6 @@ def test_a_forward_that_sets_torchs_stream_is_refused(toss: Toss) -> None:
 
 
 class NoisyForSequenceClassification(TinyForSequenceClassification):
-    """Adds noise to its features."""
-
     def __init__(self, noise: Toss, in_training_only: bool = False) -> None:
         super().__init__()
         self.noise, self.in_training_only = noise, in_training_only
@@ -542,9 +535,6 @@ def test_noise_from_other_streams_is_refused_in_evaluation_mode(
     assert_refused(trainer, r"random numbers from numpy or Python|_OWN of")
 
 
-# ---- A forward that seeds numpy: what it draws is public ----
-
-
 def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
     """Its random blocks come from numpy, which it seeds with the number of the layer."""
     config = BigBirdConfig(
@@ -578,9 +568,6 @@ def test_a_later_draw_without_torch_is_refused() -> None:
     engine.begin({})
     with pytest.raises(PrivacyError, match="numpy or Python"):
         engine.accumulate({"x": torch.randn(3, 4)})
-
-
-# ---- The streams of GPUs ----
 
 
 @pytest.mark.parametrize("in_use", [False, True])

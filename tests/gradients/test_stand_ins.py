@@ -57,7 +57,6 @@ def by_autograd(
 
 
 def argument_of(module: nn.Module) -> str:
-    """Returns the name of what a module is given."""
     return next(iter(signature(module.forward).parameters))
 
 
@@ -65,8 +64,6 @@ def argument_of(module: nn.Module) -> str:
 
 
 class Matrix(nn.Module):
-    """A bare matrix, that its parent uses."""
-
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(shape))
@@ -85,7 +82,6 @@ def frozen_bias() -> nn.Module:
 
 
 def look_up(m: Any, x: Tensor) -> Tensor:
-    """Looks up three distinct rows per sample, one of them twice."""
     indices = (x[:, :4, :3].argmax(-1) + torch.arange(4)) % ROWS
     return m.table(indices).square()
 

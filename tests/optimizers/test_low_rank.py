@@ -136,8 +136,6 @@ def test_both_engines_compute_with_the_weights_and_their_updates(
 
 
 class Model(nn.Module):
-    """Has an input by name."""
-
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
         self.layers = layers
@@ -147,8 +145,6 @@ class Model(nn.Module):
 
 
 class Checkpointed(Model):
-    """Runs its layers again in the backward pass."""
-
     def forward(self, x: Tensor) -> Any:
         return checkpoint(self.layers, x, use_reentrant=False)
 
@@ -342,15 +338,11 @@ def test_no_float32_copy_of_a_whole_weight_is_made(
 
 
 class Scaled(nn.Linear):
-    """A layer whose output is not that of its weight alone."""
-
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
 class Uses(nn.Module):
-    """One layer of each kind."""
-
     def __init__(self) -> None:
         super().__init__()
         self.once, self.scaled, self.frozen = nn.Linear(12, 12), Scaled(12, 12), nn.Linear(12, 12)

@@ -19,8 +19,6 @@ from tests.support.optimizers import (
     step,
 )
 
-# ---- Without a projection: AdamW ----
-
 
 def test_groups_have_settings_of_their_own_as_on_adamw() -> None:
     """The groups of the Hugging Face Trainer: vectors do not decay."""
@@ -133,9 +131,6 @@ def test_parts_of_projected_weights_change_no_update(monkeypatch: pytest.MonkeyP
         found.append(weights)
     assert_same(found[0], found[2], rtol=0, atol=0)
     assert_same(found[1], found[2], rtol=0, atol=0)
-
-
-# ---- State ----
 
 
 def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:

@@ -86,9 +86,6 @@ def test_every_rule_is_tested_here() -> None:
     assert all(SETTINGS[name].keys() == rule.settings.keys() for name, rule in UPDATE_RULES.items())
 
 
-# ---- The definitions ----
-
-
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_every_step_is_its_definition(rule: str) -> None:
     """Also where an unchanged P comes as another object, as it does after a resume."""
@@ -135,9 +132,6 @@ def test_without_projectors_every_step_is_that_of_torch(
             theirs[name].grad = gradient
         other.step()
         assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
-
-
-# ---- Low precision ----
 
 
 @pytest.mark.parametrize("rule", SETTINGS)
@@ -187,9 +181,6 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
     assert float(weight.detach().float().mean()) == pytest.approx(0.9, abs=0.01)
 
 
-# ---- State ----
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", SETTINGS)
 def test_a_saved_state_continues_like_an_uninterrupted_one(rule: str, dtype: torch.dtype) -> None:
@@ -229,9 +220,6 @@ def test_private_gradients_are_left_as_they_were() -> None:
         optimizer.receive(received, {weights[n]: p for n, p in draw(0).items()})
         optimizer.step()
         assert all(torch.equal(gradient, before[weight]) for weight, gradient in received.items())
-
-
-# ---- Refusals ----
 
 
 @pytest.mark.parametrize(

@@ -278,9 +278,6 @@ def test_a_model_of_unknown_inputs_is_refused_with_remedy() -> None:
         next(synthetic_batches(nn.Linear(2, 2)))
 
 
-# ---- The schedule ----
-
-
 def schedule(update_steps: int | None, log: list[int]) -> PrincipalProjection:
     def measure(ranks: Any) -> dict[str, Tensor]:
         log.append(1)

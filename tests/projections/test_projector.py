@@ -33,9 +33,6 @@ def schedule(**changes: Any) -> ProjectionSchedule:
     return ProjectionSchedule(settings.pop("shapes", SHAPES), **settings)
 
 
-# ---- The distribution ----
-
-
 @each_family
 def test_lifting_is_unbiased(family: str) -> None:
     """The mean of ``P P^T`` is the identity up to 5 standard errors in each of 36 entries.
@@ -127,9 +124,6 @@ def test_both_engines_project_on_any_side_at_any_rank(name: str, side: Side, eng
     expected_losses, expected = single_sample_gradients(model, batch, projectors)
     torch.testing.assert_close(losses, expected_losses)
     assert_gradients_equal(gradients, expected)
-
-
-# ---- Projecting and lifting ----
 
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])

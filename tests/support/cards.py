@@ -4,7 +4,6 @@ import re
 
 
 def rows(card: str) -> dict[str, str]:
-    """Returns the table of a card."""
     found = re.findall(r"^\| (.+?) \| (.+?) \|$", section(card, "Privacy"), re.MULTILINE)
     return {name: value for name, value in found if name != "Quantity"}
 

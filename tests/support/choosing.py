@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
-from tests.support.trainers import Examples, Watch
+from tests.support.trainers import Examples, Watch, make_trainer
 
 WORDS, EVERY = 50, 3
 
@@ -33,12 +32,14 @@ def examples() -> Examples:
     )
 
 
-def trainer_of(folder: Path, model: Any, stop_at: int | None = None, **changes: Any) -> Any:
+def trainer_of(folder: Path, model: Any, **changes: Any) -> Any:
     """Returns a trainer with epsilon, delta and epochs alone, but for what ``changes`` give."""
-    settings: dict[str, Any] = {"eps": 8.0, "delta": 1e-3, "num_train_epochs": 2}
-    settings |= {"save_strategy": "steps", "save_steps": EVERY, "accountant": "rdp"}
-    settings |= {"report_to": "none", "disable_tqdm": True, "use_cpu": True}
-    own = {"model_init": model} if not isinstance(model, nn.Module) else {"model": model}
-    args = DPGrapeTrainingArguments(output_dir=str(folder), **settings | changes)
-    watch = [Watch(stop_at=stop_at)]
-    return DPGrapeTrainer(**own, args=args, train_dataset=examples(), callbacks=watch)
+    own = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
+    settings = {"num_train_epochs": 2, "train_dataset": examples()} | own
+    return make_trainer(folder, chooses=True, **settings | changes)
+
+
+def saving_trainer_of(folder: Path, model: Any, stop_at: int | None = None, **changes: Any) -> Any:
+    """Returns such a trainer that saves checkpoints, and stops after a step."""
+    saving = {"save_strategy": "steps", "save_steps": EVERY, "callbacks": [Watch(stop_at=stop_at)]}
+    return trainer_of(folder, model, **saving | changes)

@@ -55,13 +55,11 @@ def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
 def assert_same_steps(
     found: Iterable[Weights], expected: Iterable[Weights], **tolerance: float
 ) -> None:
-    """Compares weights after every step."""
     for one, other in zip(found, expected, strict=True):
         assert_same_weights(one, other, **tolerance)
 
 
 def batch_of_all() -> dict[str, Tensor]:
-    """Returns all of ``points`` as one batch."""
     examples = points().examples
     return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
 

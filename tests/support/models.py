@@ -102,7 +102,6 @@ TYPICAL = [BY_NAME[name] for name in ("bert-classifier", "gpt2", "llama", "vit")
 
 
 def only(name: str) -> Case:
-    """Returns the case of that name."""
     return BY_NAME[name]
 
 

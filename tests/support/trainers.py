@@ -35,6 +35,8 @@ TRAINER_KEYWORDS = (
     "processing_class",
     "public_dataset",
     "known_streams",
+    "loss",
+    "public_example",
 )
 
 # ---- Model and data ----
@@ -71,14 +73,11 @@ def adapted(model: nn.Module, *layers: str) -> nn.Module:
 
 
 def tiny(method: str) -> nn.Module:
-    """Returns a model that the method can train."""
     model = TinyForSequenceClassification()
     return adapted(model, "body") if METHODS[method].adapter else model
 
 
 class Examples(Dataset[dict[str, Any]]):
-    """A list of examples."""
-
     def __init__(self, examples: Sequence[dict[str, Any]]) -> None:
         self.examples = examples
 
@@ -117,28 +116,35 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 # ---- Trainers ----
 
 
-DEFAULTS: dict[str, Any] = {
+QUIET: dict[str, Any] = {
     "target_delta": 1e-3,
     "accountant": "rdp",
-    "per_device_train_batch_size": 4,
-    "max_steps": 4,
-    "learning_rate": 1e-2,
-    "projection_rank": 2,
-    "projection_update_steps": 3,
-    "logging_steps": 1,
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
     "use_cpu": True,
     "dataloader_pin_memory": False,
 }
-"""Arguments of a short, quiet run on the CPU, unless a test gives others. The noise multiplier is 1
-unless a budget or the method says otherwise, and P of DP-GRAPE is Gaussian: it needs no inputs."""
+"""Arguments of a quiet run on the CPU, which chooses all that is not given."""
+DEFAULTS = QUIET | {
+    "per_device_train_batch_size": 4,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "projection_rank": 2,
+    "projection_update_steps": 3,
+    "logging_steps": 1,
+}
+"""Those of a short run, unless a test gives others. The noise multiplier is 1 unless a budget or
+the method says otherwise, and P of DP-GRAPE is Gaussian: it needs no inputs."""
 
 
-def make_args(output_dir: Path | str, arguments: Any = None, **changes: Any) -> Any:
-    """Returns arguments of a class, with ``DEFAULTS`` and changes."""
-    settings = {"output_dir": str(output_dir)} | DEFAULTS
+def make_args(
+    output_dir: Path | str, arguments: Any = None, chooses: bool = False, **changes: Any
+) -> Any:
+    """Returns arguments of a class, with ``DEFAULTS``, or epsilon 8 alone, and changes."""
+    settings = {"output_dir": str(output_dir)} | (QUIET if chooses else DEFAULTS)
+    if chooses:
+        return DPGrapeTrainingArguments(**settings | {"eps": 8.0} | changes)
     method = changes.get("method", "dp_grape")
     plain = method in METHODS and not METHODS[method].private
     settings["noise_multiplier"] = (
@@ -278,7 +284,6 @@ class Releases(Observer):
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of all parameters."""
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 

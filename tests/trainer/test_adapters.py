@@ -9,6 +9,7 @@ import torch
 
 from dp_grape_hf import principal_adapter
 from dp_grape_hf.projections import principal, probes
+from dp_grape_hf.publishing import MISMATCH, verify
 from tests.models.zoo import QUANTISED, quantised
 from tests.support.models import only, without_dropout
 from tests.support.trainers import (
@@ -77,6 +78,7 @@ def test_it_trains_beside_weights_in_few_bits(how: str, tmp_path: Path) -> None:
     )
     trainer.train()  # which compares gradients with those of autograd first
     trainer.save_model()
+    assert MISMATCH not in {check.status for check in verify(tmp_path)}
     saved = peft.load_peft_weights(str(tmp_path), device="cpu")
     for name, weight in model.named_parameters():
         if "lora_" in name:

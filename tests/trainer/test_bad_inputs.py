@@ -23,8 +23,6 @@ from tests.support.marks import slow_but
 from tests.support.models import row
 from tests.support.trainers import FEATURES, Examples, make_trainer, points
 
-# ---- Arguments ----
-
 HINTS = get_type_hints(DPGrapeArguments)
 NAMES = [f.name for f in fields(DPGrapeArguments)]
 EDGES = [
@@ -65,9 +63,6 @@ def test_an_extreme_value_is_accepted_or_refused_by_name(name: str) -> None:
         assert value is None or kind not in (int, int | None) or type(value) is int
         assert value is None or kind not in (float, float | None) or type(value) is float
         assert value == value, "not a number is no value of any argument"
-
-
-# ---- Data sets ----
 
 
 def train_or_refuse(dataset: Any) -> str:
@@ -111,15 +106,11 @@ def _with(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 class Longer(Examples):
-    """Claims more examples than it has."""
-
     def __len__(self) -> int:
         return 30
 
 
 class Failing(Examples):
-    """Cannot fetch anything."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         raise KeyError("row")
 

@@ -29,7 +29,6 @@ from tests.support.trainers import (
     no_loss,
     owned,
     points,
-    spy_releases,
 )
 
 BANDED: dict[str, Any] = {
@@ -216,14 +215,11 @@ def test_unfavourable_save_steps_are_reported_when_a_run_starts(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_no_memory_of_noise(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_no_memory_of_noise(releases: Any, tmp_path: Path) -> None:
     """Its first release is as that of a run that begins, and has nothing of those before it.
 
     5,000 numbers of noise alone: standard deviations within five of theirs, and correlations.
     """
-    releases = spy_releases(monkeypatch)
     wide = {"method": "dp_adam", "compute_loss_func": no_loss, **SAVING}
     for stop_at, again in ((5, False), (8, True)):
         trainer = _trainer(
@@ -252,9 +248,6 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
     assert sizes[0]["optimizer.pt"] == pytest.approx(sizes[1]["optimizer.pt"], abs=64)
 
 
-# ---- Refused ----
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -271,8 +264,6 @@ def test_what_does_not_go_with_it_is_refused(
     with pytest.raises(PrivacyError, match=words):
         _trainer(tmp_path, **changes)
 
-
-# ---- By default ----
 
 CHOSEN: dict[str, Any] = {
     "learning_rate": None,

@@ -12,9 +12,8 @@ from dp_grape_hf import PrivacyError
 from dp_grape_hf.arguments import plan
 from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
-from tests.support.choosing import EVERY, model_of, trainer_of
+from tests.support.choosing import EVERY, model_of, saving_trainer_of
 from tests.support.marks import slow_but
-from tests.support.trainers import spy_releases
 
 WEIGHTS = ("fresh", "pretrained")
 
@@ -44,7 +43,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trainers = {}
     for weights in WEIGHTS:
         folder = tmp_path_factory.mktemp(weights)
-        trainers[weights] = trainer_of(folder, model_of(weights), stop_at=EVERY)
+        trainers[weights] = saving_trainer_of(folder, model_of(weights), stop_at=EVERY)
         trainers[weights].train()
     return trainers
 
@@ -69,7 +68,7 @@ def test_resuming_keeps_the_choices_even_for_another_model(
     model = model_of("fresh")
     if weights == "fresh":
         model = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
-    resumed = trainer_of(tmp_path, model)
+    resumed = saving_trainer_of(tmp_path, model)
     assert resumed.plan.mechanism != begun.plan.mechanism
     resumed.train(resume_from_checkpoint=True)
     assert choices_of(resumed) == choices_of(begun)
@@ -78,9 +77,9 @@ def test_resuming_keeps_the_choices_even_for_another_model(
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_a_model_made_by_model_init_is_resumed(weights: str, tmp_path: Path) -> None:
-    begun = trainer_of(tmp_path, lambda: model_of(weights), stop_at=EVERY)
+    begun = saving_trainer_of(tmp_path, lambda: model_of(weights), stop_at=EVERY)
     begun.train()
-    resumed = trainer_of(tmp_path, lambda: model_of(weights))
+    resumed = saving_trainer_of(tmp_path, lambda: model_of(weights))
     resumed.train(resume_from_checkpoint=True)
     assert choices_of(resumed) == choices_of(begun)
     assert resumed.state.global_step > EVERY
@@ -92,7 +91,7 @@ def test_nothing_is_chosen_again(
     """Not even if another version would choose another batch."""
     begun = begin("fresh")
     monkeypatch.setattr(plan, "usual_batch_size", lambda *args: 5)
-    resumed = trainer_of(tmp_path, model_of("fresh"))
+    resumed = saving_trainer_of(tmp_path, model_of("fresh"))
     monkeypatch.setattr(mixin, "find_rates", None)
     resumed.train(resume_from_checkpoint=True)
     assert choices_of(resumed) == choices_of(begun)
@@ -102,11 +101,11 @@ def test_nothing_is_chosen_again(
 def test_a_run_that_was_resumed_is_resumed_once_more(begin: Begin, tmp_path: Path) -> None:
     """An option that was given in between, as it was chosen, stays known as chosen."""
     begun = begin("fresh")
-    between = trainer_of(tmp_path, model_of("fresh"), stop_at=2 * EVERY, projection_rank=16)
+    between = saving_trainer_of(tmp_path, model_of("fresh"), stop_at=2 * EVERY, projection_rank=16)
     between.train(resume_from_checkpoint=True)
     paths = [tmp_path / f"checkpoint-{n * EVERY}" / CHOICES_NAME for n in (1, 2)]
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    again = trainer_of(tmp_path, model_of("pretrained"))
+    again = saving_trainer_of(tmp_path, model_of("pretrained"))
     again.train(resume_from_checkpoint=True)
     assert choices_of(again) == choices_of(begun)
 
@@ -117,12 +116,9 @@ def test_a_checkpoint_without_choices_is_resumed(
 ) -> None:
     begin(weights)
     (tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME).unlink()
-    resumed = trainer_of(tmp_path, model_of(weights))
+    resumed = saving_trainer_of(tmp_path, model_of(weights))
     resumed.train(resume_from_checkpoint=True)
     assert resumed.state.global_step > EVERY
-
-
-# ---- What is given otherwise ----
 
 
 @pytest.mark.parametrize(
@@ -138,12 +134,11 @@ def test_other_options_than_those_chosen_are_refused(
     changes: dict[str, Any],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    releases: Any,
 ) -> None:
     begin("fresh")
-    releases = spy_releases(monkeypatch)
     with pytest.raises(PrivacyError, match=message):
-        trainer_of(tmp_path, model_of("fresh"), **changes).train(resume_from_checkpoint=True)
+        saving_trainer_of(tmp_path, model_of("fresh"), **changes).train(resume_from_checkpoint=True)
     assert releases == []
 
 
@@ -154,7 +149,7 @@ def test_other_trained_parameters_than_those_chosen_are_refused(
     model = model_of("fresh")
     model.bert.embeddings.requires_grad_(False)
     with pytest.raises(PrivacyError, match="train the parameters"):
-        trainer_of(tmp_path, model).train(resume_from_checkpoint=True)
+        saving_trainer_of(tmp_path, model).train(resume_from_checkpoint=True)
 
 
 # ---- The file ----
@@ -176,9 +171,9 @@ def test_a_checkpoint_with_cut_choices_is_not_whole(begin: Begin, tmp_path: Path
     path = tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME
     path.write_text(path.read_text()[:-9])
     with pytest.raises(PrivacyError, match=CHOICES_NAME):
-        trainer_of(tmp_path, model_of("fresh")).train(resume_from_checkpoint=True)
+        saving_trainer_of(tmp_path, model_of("fresh")).train(resume_from_checkpoint=True)
 
 
 def test_a_run_with_a_learning_rate_has_no_choices(tmp_path: Path) -> None:
-    trainer_of(tmp_path, model_of("fresh"), stop_at=EVERY, learning_rate=1e-3).train()
+    saving_trainer_of(tmp_path, model_of("fresh"), stop_at=EVERY, learning_rate=1e-3).train()
     assert Choices.load(tmp_path / f"checkpoint-{EVERY}") is None

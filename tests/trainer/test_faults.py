@@ -35,7 +35,6 @@ from tests.support.trainers import (
     assert_same_weights,
     make_trainer,
     points,
-    spy_releases,
     weights_of,
 )
 
@@ -125,11 +124,10 @@ def test_resuming_uses_the_last_intact_checkpoint_and_counts_all_releases(
 
 @pytest.mark.parametrize("damage", [_halve, Path.unlink])
 def test_without_the_ledger_of_a_checkpoint_nothing_is_released(
-    damage: Callable[[Path], None], run: Path, monkeypatch: pytest.MonkeyPatch
+    damage: Callable[[Path], None], run: Path, releases: Any
 ) -> None:
     """An older checkpoint would do, but whoever deletes the newest ledger should not choose it."""
     damage(run / "checkpoint-4" / LEDGER_NAME)
-    releases = spy_releases(monkeypatch)
     with pytest.raises(PrivacyError, match=r"no valid privacy ledger.*Restore"):
         make_trainer(run, **RESUMED).train(resume_from_checkpoint=True)
     assert releases == []
@@ -215,10 +213,9 @@ def _replace_all_but_the_ledger(source: str | Path, target: str | Path) -> None:
     "name", slow_but(("optimizer.pt",), [LEDGER_NAME, "model.safetensors", "optimizer.pt"])
 )
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: Any
 ) -> None:
     path = tmp_path / "checkpoint-4" / name
-    releases = spy_releases(monkeypatch)
 
     def fill() -> None:
         if name == "model.safetensors":  # written elsewhere first
@@ -248,12 +245,11 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
 
 @needs_dev_full
 def test_a_release_that_cannot_be_recorded_is_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: Any
 ) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    releases = spy_releases(monkeypatch)
     fill = At(4, lambda: monkeypatch.setattr(storage, "append_line", fail))
     trainer = make_trainer(tmp_path, callbacks=[fill], **SAVING)
     weights = weights_of(trainer.model)
@@ -288,8 +284,6 @@ def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:
     os.utime(run / "checkpoint-2", (tomorrow, tomorrow))
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
 
-
-# ---- Losses that are no numbers ----
 
 CLIPPED = {
     "noise_multiplier": 0,

@@ -18,7 +18,16 @@ from transformers import (
 from dp_grape_hf import DPGrapeSeq2SeqTrainer, DPGrapeTrainer, PrivacyError
 from tests.support.marks import slow_but
 from tests.support.seq2seq import bart, sentences, seq2seq
-from tests.support.sft import QUIET, llama, on_pairs, pairs, policy, prompts, sft, tokenizer
+from tests.support.sft import (
+    QUIET,
+    llama,
+    on_pairs,
+    pairs,
+    policy,
+    prompts,
+    sft,
+    tokenizer,
+)
 from tests.support.trainers import (
     EXACT,
     Examples,
@@ -49,9 +58,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No progress bars of ``map``, and nothing is sent, as the originals would."""
     datasets.disable_progress_bars()
     monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
-
-
-# ---- Training ----
 
 
 def _of_pairs(kind: str) -> dict[str, Any]:
@@ -166,9 +172,6 @@ def test_the_loss_of_the_host_is_refused_on_training_batches(host: str, tmp_path
         assert trainer.compute_loss(trainer.model.eval(), batch) > 0
 
 
-# ---- Evaluation ----
-
-
 def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
     """How many words of the labels were generated at their place; no package is needed for it."""
     generated, labels = prediction.predictions, prediction.label_ids
@@ -200,9 +203,6 @@ def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> No
     prediction = trainer.predict(sentences(5, seed=2), max_length=6)
     assert prediction.predictions.shape[0] == 5
     assert trainer.ledger.steps == 4
-
-
-# ---- Arguments ----
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,6 @@ LEAK = 0.8642  # a number of the training data, wherever it turns up
 
 
 class _Leaks(TrainerCallback):
-    """Logs a number of its own after each step."""
-
     def __init__(self) -> None:
         self.trainer: Any = None
 
@@ -39,7 +37,6 @@ class _Talkative(DPGrapeMixin, _TalkativeHost): ...
 
 
 def leaking(folder: Path, tracker: Watch, **settings: Any) -> tuple[Any, Any]:
-    """Runs a trainer that tries to log, and returns it with the output of ``train``."""
     leaks = _Leaks()
     callbacks = [tracker, leaks]
     trainer = leaks.trainer = make_trainer(folder, cls=_Talkative, callbacks=callbacks, **settings)
@@ -183,9 +180,6 @@ def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> Non
     assert trainer.num_examples(held) == 17
 
 
-# ---- Divergence ----
-
-
 @pytest.mark.parametrize(
     ("signals", "sampled", "times"),
     [
@@ -205,7 +199,6 @@ def test_signal_is_compared_with_that_of_the_start(
 
 
 def quadratic(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-    """A quadratic loss, (B,)."""
     return outputs["logits"].sum(1).square()
 
 

@@ -41,8 +41,6 @@ def stacked(examples: list[Any]) -> Batch:
 
 
 class Noising:
-    """Adds noise from its own generator."""
-
     def __init__(self) -> None:
         self.generator = np.random.default_rng(0)
 
@@ -53,8 +51,6 @@ class Noising:
 
 
 class Scaling:
-    """Divides by the largest number so far."""
-
     def __init__(self, largest: float = 0.0) -> None:
         self.largest = largest
 
@@ -65,8 +61,6 @@ class Scaling:
 
 
 class Augmented(Examples):
-    """Flips examples by its own generator."""
-
     def __init__(self, examples: list[Any]) -> None:
         super().__init__(examples)
         self.generator = random.Random(0)
@@ -115,8 +109,6 @@ def test_a_data_set_that_remembers_releases_nothing(unit: str | None, tmp_path: 
 
 
 class InitialisedForSequenceClassification(TinyForSequenceClassification):
-    """Sets a bias to the mean of the first batch."""
-
     def __init__(self) -> None:
         super().__init__()
         self.started = False
@@ -129,8 +121,6 @@ class InitialisedForSequenceClassification(TinyForSequenceClassification):
 
 
 class LargestForSequenceClassification(TinyForSequenceClassification):
-    """Divides by the largest number so far."""
-
     def __init__(self) -> None:
         super().__init__()
         self.largest = 10.0
@@ -160,15 +150,6 @@ def test_a_model_that_its_first_batch_initialises_is_refused(tmp_path: Path) -> 
     assert_refused(trainer, r"head\.bias of the model")
 
 
-def test_a_model_initialised_by_private_data_is_refused_in_loops(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=InitialisedForSequenceClassification())
-    model = trainer.start()
-    batch = next(batch for batch in trainer.get_train_dataloader() if batch)
-    with pytest.raises(PrivacyError, match="of the model"):
-        trainer.training_step(model, batch)
-    assert trainer.ledger.steps == 0
-
-
 @pytest.mark.parametrize("first", [True, False])
 def test_a_model_that_remembers_in_an_attribute_is_stopped(first: bool, tmp_path: Path) -> None:
     """Before the first step, or by the example that changes it."""
@@ -186,8 +167,6 @@ def test_a_model_that_remembers_in_an_attribute_is_stopped(first: bool, tmp_path
 
 
 class Averaging(DPGrapeTrainer):
-    """Keeps a running mean of its losses in the trainer."""
-
     mean = 1.0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -200,9 +179,6 @@ class Averaging(DPGrapeTrainer):
 @pytest.mark.parametrize("where", [{"compute_loss_func": SelfPaced()}, {"cls": Averaging}])
 def test_a_loss_that_remembers_is_refused(where: dict[str, Any], tmp_path: Path) -> None:
     assert_refused(make_trainer(tmp_path, **where), "mean of the loss")
-
-
-# ---- The configuration ----
 
 
 def test_what_a_pass_writes_into_the_config_is_taken_back(
@@ -225,12 +201,7 @@ def test_what_a_pass_writes_into_the_config_is_taken_back(
     assert saved.get("problem_type") is None  # which the model's own loss notes
 
 
-# ---- Random numbers ----
-
-
 class Seeding(TrainerCallback):
-    """Sets the seed at every occasion."""
-
     def on_event(self, *args: Any, **kwargs: Any) -> None:
         set_seed(0)
 
@@ -264,9 +235,6 @@ def test_masks_are_secret_whatever_a_callback_seeds(
 
 def _zeros(*size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
     return torch.zeros(*size, **kwargs)
-
-
-# ---- Lengths ----
 
 
 @pytest.mark.parametrize(("declared", "sizes"), [(16, (15, 16, 17)), (256, (255, 256))])

@@ -98,8 +98,6 @@ class SortedForSequenceClassification(TextForSequenceClassification):
 
 
 class LongestForSequenceClassification(TextForSequenceClassification):
-    """Divides by the length of the longest text of the batch."""
-
     def read(self, x: Tensor, mask: Tensor) -> Tensor:
         return (self.body(x) * mask).sum(1) / mask.sum(1).max()
 
@@ -121,8 +119,6 @@ class LaterForSequenceClassification(TextForSequenceClassification):
 
 
 class BankForSequenceClassification(LaterForSequenceClassification):
-    """Looks at what it was given the last time."""
-
     bank: Tensor | None = None
 
     def coupled(self, h: Tensor) -> Tensor:
@@ -138,9 +134,6 @@ class CountingForSequenceClassification(LaterForSequenceClassification):
     def coupled(self, h: Tensor) -> Tensor:
         self.seen += len(h)
         return h * (1 + self.seen % 2)
-
-
-# ---- Data ----
 
 
 def text(
@@ -294,9 +287,6 @@ def test_one_example_more_moves_the_sum_by_its_bound(
     without, with_it = run(case.data, tmp_path / "without"), run(data, tmp_path / "with")
     moved = sum((with_it[n] - without[n]).square().sum() for n in without).sqrt() / C
     assert 0.9 < moved < 1.001  # the example's own contribution is clipped
-
-
-# ---- While a run goes on ----
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from tests.support.trainers import make_trainer, points
 
 @pytest.fixture
 def _notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A notebook without a display."""
     display: Any = ModuleType("IPython.display")
     display.HTML = str
     display.display = lambda *args, **kwargs: SimpleNamespace(update=lambda *a, **k: None)

@@ -47,9 +47,6 @@ def overrides() -> dict[str, Any]:
     return {name: value for cls in ours for name, value in vars(cls).items() if name[:2] != "__"}
 
 
-# ---- The sources ----
-
-
 @functools.cache
 def modules(version: str) -> dict[str, ast.Module]:
     """Name -> what is in each ``trainer*.py`` of a version of transformers."""
@@ -233,9 +230,6 @@ def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None
     assert ours <= names & (used | NOT_CALLED)
     assert overrides().keys() & names <= set(OVERRIDES)
     assert not used & UPLOADS
-
-
-# ---- The readers ----
 
 
 @pytest.mark.parametrize(

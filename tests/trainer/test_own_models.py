@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
-from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
+from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.inputs_by_form import Form, InputsByForm
@@ -38,8 +38,6 @@ class Table(nn.Module):
 
 
 class Words(nn.Module):
-    """The mean of the words of a text of any length."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table, self.body = nn.Embedding(WORDS, 16), nn.Linear(16, 16)
@@ -64,8 +62,6 @@ class Recurrent(nn.Module):
 
 
 class Towers(nn.Module):
-    """The similarity of two inputs: its last layer is no head."""
-
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(FEATURES, 5), nn.Linear(FEATURES, 5)
@@ -75,8 +71,6 @@ class Towers(nn.Module):
 
 
 class Deep(nn.Module):
-    """Numbers, or pixels, through a hidden layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.hidden = nn.Linear(48, 8), nn.Linear(8, 8)
@@ -88,8 +82,6 @@ class Deep(nn.Module):
 
 
 class Picky(Table):
-    """Fails on random inputs."""
-
     def forward(self, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
         if labels is None and len(x) > 0:
             raise ValueError("labels must be given")
@@ -129,21 +121,10 @@ def towers_row(i: int) -> dict[str, Any]:
     return {"a": x, "b": x.flip(0), "labels": float(i % 2)}
 
 
-def trainer_of(
-    folder: Path, model: nn.Module, row: Any, cls: Any = DPGrapeTrainer, **more: Any
-) -> DPGrapeTrainer:
-    keywords = {
-        n: more.pop(n)
-        for n in ("compute_loss_func", "public_example", "public_dataset", "loss")
-        if n in more
-    }
-    options = {"eps": 8.0, "delta": 1e-3, "max_steps": 2, "save_strategy": "no"}
-    options |= {"accountant": "rdp"} | more
-    args = DPGrapeTrainingArguments(
-        output_dir=str(folder), report_to="none", disable_tqdm=True, use_cpu=True, **options
-    )
+def trainer_of(folder: Path, model: nn.Module, row: Any, **more: Any) -> Any:
     rows = [row(i) for i in range(ROWS)]
-    return cls(model=model, args=args, train_dataset=rows, **keywords)
+    settings = {"max_steps": 2, "model": model, "train_dataset": rows} | more
+    return make_trainer(folder, chooses=True, **settings)
 
 
 @pytest.mark.parametrize(
@@ -195,9 +176,6 @@ def test_a_module_without_a_loss_is_refused_with_remedy(tmp_path: Path) -> None:
         trainer_of(tmp_path, Towers(), towers_row)
 
 
-# ---- What of the data may shape the inputs that a model is measured on ----
-
-
 def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path: Path) -> None:
     found = []
     for length, first in ((7, 0), (9, 3)):
@@ -243,8 +221,6 @@ def test_a_denoiser_that_takes_no_labels_trains(
 
 
 class Predicts(nn.Module):
-    """Returns one number, and takes no labels."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(8, 1)
@@ -278,8 +254,6 @@ def test_the_loss_argument_of_sentence_transformers_gets_an_answer(tmp_path: Pat
 
 
 class Remembers(Examples):
-    """Counts how often it was read."""
-
     def __init__(self, examples: Any) -> None:
         super().__init__(examples)
         self.reads = 0
@@ -366,9 +340,6 @@ def test_a_module_that_cannot_be_measured_trains_by_norms(
     assert trainer.rates.body.changes == "weights"
 
 
-# ---- Errors come early ----
-
-
 def test_integer_labels_of_several_classes_are_refused_before_any_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -380,8 +351,6 @@ def test_integer_labels_of_several_classes_are_refused_before_any_choice(
 
 
 class Weighted(DPGrapeTrainer):
-    """Divides by the weights of a batch."""
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         labels = inputs.pop("labels")
         logits = model(**inputs)["logits"]

@@ -65,16 +65,6 @@ def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path: Path) 
         assert torch.linalg.svdvals(p.T @ matrices(other)[name])[0] > 0.9
 
 
-def test_what_training_does_not_touch_is_left_as_it_was(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path)
-    trainer.start()
-    state = torch.get_rng_state()
-    trainer.model.train()
-    trainer.private_run.projectors_at(0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(module.training for module in trainer.model.modules())
-
-
 # ---- Made anew, and resumed ----
 
 
@@ -156,9 +146,6 @@ def test_what_is_shared_is_not_quoted() -> None:
 def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match="projection='gaussian' does not use it"):
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
-
-
-# ---- Refused ----
 
 
 def test_models_of_unknown_inputs_use_shapes_or_public_data(

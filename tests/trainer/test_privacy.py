@@ -24,7 +24,6 @@ from tests.support.trainers import (
     make_trainer,
     no_loss,
     points,
-    spy_releases,
     weights_of,
 )
 
@@ -65,13 +64,17 @@ def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     ],
 )
 def test_every_noisy_update_is_exactly_one_poisson_draw(
-    steps: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    steps: int,
+    settings: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    releases: Any,
+    tmp_path: Path,
 ) -> None:
     """More than three epochs; sizes are judged together.
 
     False alarm: below 1e-6 a case (five standard deviations of a binomial).
     """
-    drawn, releases, watch = _spy_draws(monkeypatch), spy_releases(monkeypatch), Watch()
+    drawn, watch = _spy_draws(monkeypatch), Watch()
     trainer = make_trainer(
         tmp_path,
         cls=RecordingTrainer,
@@ -107,9 +110,6 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
         delta=DELTA,
     )
     assert promised <= 3.0
-
-
-# ---- The noise ----
 
 
 def _read_noise(trainer: Any, watch: Watch) -> list[dict[str, torch.Tensor]]:
@@ -277,9 +277,9 @@ PUBLIC_KEYS = {
 
 
 def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    releases: Any, tmp_path: Path
 ) -> None:
-    releases, tracker = spy_releases(monkeypatch), Watch()
+    tracker = Watch()
     trainer = make_trainer(
         tmp_path, callbacks=[tracker], save_strategy="steps", save_steps=4, target_epsilon=4.0
     )
@@ -364,9 +364,6 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
     assert "no privacy guarantee" in (tmp_path / "README.md").read_text()
 
 
-# ---- What is not private says so ----
-
-
 def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, known_streams=Streams.seeded())
     trainer.train()
@@ -390,10 +387,7 @@ def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
     assert trainer.state.global_step == saved.steps == saved.updates == 4
 
 
-def test_a_length_changed_after_calibration_is_refused(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    releases = spy_releases(monkeypatch)
+def test_a_length_changed_after_calibration_is_refused(releases: Any, tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, target_epsilon=4.0)
     trainer.args = replace(trainer.args, max_steps=8)
     with pytest.raises(PrivacyError, match="calibrated for 4"):

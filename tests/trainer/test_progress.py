@@ -60,7 +60,7 @@ def test_a_trainer_shows_what_it_does_before_the_first_step(
     disable_tqdm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model: Any = model_of("pretrained")
-    trainer = trainer_of(tmp_path, model, disable_tqdm=disable_tqdm, save_strategy="no")
+    trainer = trainer_of(tmp_path, model, disable_tqdm=disable_tqdm)
     trainer.train()
     text = capsys.readouterr().err
     for doing in ("Choosing learning rates", "Measuring input directions", "Examining the model"):

@@ -19,7 +19,7 @@ from dp_grape_hf.trainer.remembered import (
     remembering,
     reused_or_made,
 )
-from tests.support.choosing import model_of, trainer_of
+from tests.support.choosing import model_of, saving_trainer_of, trainer_of
 from tests.support.ledgers import ledger_of
 
 Changed = Callable[[Any, dict[str, Any]], Any]
@@ -27,14 +27,12 @@ Changed = Callable[[Any, dict[str, Any]], Any]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Returns the folder of this test's files."""
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "dp_grape_hf"
 
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Returns the list of what is measured from now on."""
     calls: list[str] = []
 
     def counted(owner: Any, name: str) -> None:
@@ -56,7 +54,6 @@ SLOW = pytest.mark.slow
 
 
 def begun(folder: Path, model: Any = None, **changes: Any) -> Any:
-    """Returns a trainer whose run has begun."""
     trainer = trainer_of(folder, model or model_of("pretrained"), **changes)
     trainer.start()
     return trainer
@@ -129,7 +126,6 @@ def _option(**more: Any) -> Changed:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder with the results of a run."""
     home = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HOME", str(home))
@@ -219,11 +215,12 @@ def test_outside_of_the_start_of_a_run_nothing_is_kept(folder: Path) -> None:
 def test_a_resumed_run_neither_measures_nor_looks_up(
     tmp_path: Path, folder: Path, measured: list[str]
 ) -> None:
-    trainer_of(tmp_path, model_of("pretrained"), stop_at=3).train()
+    saving_trainer_of(tmp_path, model_of("pretrained"), stop_at=3).train()
     assert measured == BOTH
     for path in files(folder):
         path.unlink()
-    trainer_of(tmp_path, model_of("pretrained"), stop_at=4).train(resume_from_checkpoint=True)
+    resumed = saving_trainer_of(tmp_path, model_of("pretrained"), stop_at=4)
+    resumed.train(resume_from_checkpoint=True)
     assert measured == BOTH
     assert not files(folder)
 
@@ -233,7 +230,6 @@ def test_a_resumed_run_neither_measures_nor_looks_up(
 
 @pytest.fixture
 def start() -> Iterator[nn.Module]:
-    """Begins a run of which results are kept."""
     model = model_of("pretrained")
     with remembering(model, SyntheticInputs(model)):
         yield model

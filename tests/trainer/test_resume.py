@@ -23,7 +23,6 @@ from tests.support.trainers import (
     make_trainer,
     no_loss,
     points,
-    spy_releases,
     weights_of,
 )
 
@@ -102,10 +101,7 @@ def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> 
     assert resumed.state.epoch == 3.0
 
 
-def test_resuming_repeats_neither_noise_nor_coins(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    releases = spy_releases(monkeypatch)
+def test_resuming_repeats_neither_noise_nor_coins(releases: Any, tmp_path: Path) -> None:
     settings = SAVING | {
         "compute_loss_func": no_loss,
         "cls": RecordingTrainer,
@@ -133,15 +129,10 @@ def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) 
     assert resumed.ledger.steps == resumed.state.global_step == 8
 
 
-# ---- Releases that were lost ----
-
-
-def test_a_spent_budget_leaves_nothing_to_release(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_spent_budget_leaves_nothing_to_release(releases: Any, tmp_path: Path) -> None:
     """Neither after the last checkpoint, nor after one that was made five releases before."""
     make_trainer(tmp_path, target_epsilon=4.0, **SAVING).train()
-    releases = spy_releases(monkeypatch)
+    releases.clear()
     finished = make_trainer(tmp_path, target_epsilon=4.0, **SAVING)
     finished.train(resume_from_checkpoint=True)
     assert finished.ledger.steps == finished.state.global_step == 8
@@ -188,10 +179,10 @@ def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
     tamper: Callable[[Path], None],
     message: str,
     folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    releases: Any,
 ) -> None:
     tamper(folder)
-    releases = spy_releases(monkeypatch)
+    releases.clear()
     with pytest.raises(PrivacyError, match=message):
         make_trainer(folder, **SAVING).train(resume_from_checkpoint=True)
     assert releases == []
@@ -280,7 +271,7 @@ def _train(folder: Path, moment: str) -> None:
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     moment: str,
-    monkeypatch: pytest.MonkeyPatch,
+    releases: Any,
     caplog: pytest.LogCaptureFixture,
     tmp_path: Path,
 ) -> None:
@@ -291,7 +282,6 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
     recorded = Ledger.load(folder / LEDGER_NAME).steps
     assert 2 <= reported < 8
     assert reported <= recorded <= reported + 1
-    releases = spy_releases(monkeypatch)
     resumed = make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2})
     resumed.train(resume_from_checkpoint=True)
     updates_before = resumed.state.global_step - len(releases)

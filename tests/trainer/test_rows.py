@@ -49,7 +49,6 @@ def cut(texts: Batch) -> Batch:
 
 
 def whole(texts: Batch) -> Batch:
-    """One row for each text."""
     rows, numbers = texts["text"], range(len(texts["text"]))
     return {
         "input_ids": rows,
@@ -63,14 +62,10 @@ BEGIN, END, PAD = 1, 2, 0
 
 
 class Tokens:
-    """What is asked of a tokenizer."""
-
     bos_token_id, cls_token_id, eos_token_id, pad_token_id = BEGIN, None, END, PAD
 
 
 class Processor:
-    """A tokenizer with something beside it."""
-
     tokenizer = Tokens()
 
 
@@ -249,9 +244,6 @@ def test_no_image_is_decoded_to_look_for_packed_texts() -> None:
     with pytest.raises(OSError, match="cannot identify"):
         data[:9]
     warn_of_rows(data, Tokens())
-
-
-# ---- Rows that overlap ----
 
 
 def windows(texts: Batch, step: int, size: int = 16) -> Batch:

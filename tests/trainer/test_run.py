@@ -35,7 +35,6 @@ from tests.support.trainers import (
     make_args,
     make_trainer,
     points,
-    spy_releases,
     weights_of,
 )
 
@@ -59,7 +58,6 @@ class Notes(Observer):
 
 
 def private_run(folder: Path, observer: Observer | None = None, **changes: Any) -> PrivateRun:
-    """Returns a run that needs no more than batches, with an optimizer."""
     args = make_args(folder, **changes)
     run = PrivateRun(args, TinyForSequenceClassification(), observer=observer)
     plan = PrivacyPlan(args, len(points()))
@@ -106,10 +104,7 @@ def test_a_release_is_in_the_ledger_before_it_is_shown(tmp_path: Path) -> None:
     assert steps == [(PER_SAMPLE, 0), (RELEASED, 1), (RELEASED, 2)]
 
 
-def test_a_run_releases_what_the_trainer_does(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    releases = spy_releases(monkeypatch)
+def test_a_run_releases_what_the_trainer_does(releases: Any, tmp_path: Path) -> None:
     make_trainer(tmp_path / "trainer", max_steps=1, **EXACT).train()
     run = private_run(tmp_path / "run", max_steps=1, **EXACT)
     run.per_sample.observer = found = Releases()

@@ -24,9 +24,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     send_nothing(monkeypatch)
 
 
-# ---- Training ----
-
-
 @pytest.mark.parametrize("completions_only", [False, None])
 def test_the_loss_is_the_mean_over_the_samples_own_completion(
     completions_only: bool | None, tmp_path: Path
@@ -87,9 +84,6 @@ def test_rows_that_are_dropped_are_not_counted(tmp_path: Path) -> None:
     assert trainer.plan.mechanism.num_samples == len(trainer.train_dataset) == 20
 
 
-# ---- Evaluation ----
-
-
 @pytest.mark.parametrize("prepared", [True, False])
 def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Path) -> None:
     data = prompts()
@@ -98,9 +92,6 @@ def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Pa
     trainer = sft(tmp_path, train_dataset=data)
     with pytest.raises(PrivacyError, match="training rows"):
         trainer.evaluate(trainer.train_dataset if prepared else data)
-
-
-# ---- Arguments ----
 
 
 def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,4 @@
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from dp_grape_hf import (
     DPGrapeTrainer,
     PrivacyError,
     ProjectedOptimizer,
-    UnsupportedModelError,
 )
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.projections import projection_targets
@@ -41,9 +39,6 @@ from tests.support.trainers import (
 def small(name: str, **changes: Any) -> Any:
     """A model of one layer, and examples for it."""
     return only(name).model(num_hidden_layers=1, **changes), examples_of(name)
-
-
-# ---- Without noise, clipping and projection it is the plain Trainer ----
 
 
 @pytest.mark.parametrize(
@@ -83,31 +78,6 @@ def test_without_noise_and_projection_training_equals_the_plain_trainer(
     for key in ("learning_rate", "epoch"):
         ours, theirs = ([logs[key] for logs in w.logs if key in logs] for w in (watch, plain))
         assert ours == pytest.approx(theirs)
-
-
-# ---- Length: steps and epochs ----
-
-
-@pytest.mark.parametrize(
-    ("num_samples", "batch", "epochs", "steps"),
-    [(24, 4, 1.5, 9), (26, 8, 0.3, 2)],
-)
-def test_an_epoch_is_one_over_q_steps(
-    num_samples: int, batch: int, epochs: float, steps: int, tmp_path: Path
-) -> None:
-    trainer = make_trainer(
-        tmp_path,
-        train_dataset=points(num_samples),
-        per_device_train_batch_size=batch,
-        max_steps=-1,
-        num_train_epochs=epochs,
-    )
-    trainer.train()
-    assert trainer.state.global_step == trainer.ledger.steps == steps
-    assert trainer.state.epoch == pytest.approx(steps / math.ceil(num_samples / batch))
-
-
-# ---- Evaluation ----
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
@@ -150,9 +120,6 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
     assert_same_weights(weights[0], weights[1])
 
 
-# ---- Losses ----
-
-
 def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(
         outputs["logits"], labels, reduction="none", label_smoothing=0.1
@@ -184,9 +151,6 @@ def test_labels_are_smoothed_for_each_sample_and_in_evaluation(tmp_path: Path) -
         expected = _smoothed(model.eval()(**batch), batch["labels"])
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
-
-
-# ---- Data ----
 
 
 def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> None:
@@ -307,9 +271,6 @@ def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: 
     assert "SST2" not in text
 
 
-# ---- Models ----
-
-
 def test_model_init_makes_the_model_that_is_trained(tmp_path: Path) -> None:
     made = []
 
@@ -320,15 +281,6 @@ def test_model_init_makes_the_model_that_is_trained(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, model_init=model_init)
     trainer.train()
     assert made == [trainer.model]
-
-
-def test_frozen_parameters_do_not_move(tmp_path: Path) -> None:
-    model = TinyForSequenceClassification()
-    model.body.requires_grad_(False)
-    before = weights_of(model)
-    make_trainer(tmp_path, model=model, weight_decay=0.1).train()
-    for name, value in weights_of(model).items():
-        assert (value == before[name]).all() == ("body" in name), name
 
 
 @pytest.mark.slow
@@ -357,9 +309,6 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
     assert len(found) == 2
     for saved, live in found:
         torch.testing.assert_close(saved, live, atol=0.0, rtol=0.0)
-
-
-# ---- Projection ----
 
 
 @pytest.mark.parametrize(
@@ -431,18 +380,6 @@ def test_what_contradicts_a_private_run_is_refused_at_construction(
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, **changes)
-
-
-def test_a_head_without_a_known_loss_is_refused_at_construction(tmp_path: Path) -> None:
-    class Unheard(TinyForSequenceClassification):
-        def forward(self, x: torch.Tensor) -> Any:  # takes no labels, so that it returns no loss
-            return super().forward(x)
-
-    with pytest.raises(UnsupportedModelError, match="Unheard"):
-        make_trainer(tmp_path, model=Unheard())
-    make_trainer(
-        tmp_path, model=TinyForSequenceClassification(), compute_loss_func=_smoothed
-    ).train()
 
 
 def test_searching_hyperparameters_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from tests.support.trainers import (
     make_trainer,
     owned,
     points,
-    spy_releases,
     tiny,
 )
 
@@ -52,14 +51,9 @@ def _of_user(weights: dict[str, Tensor], examples: list[dict[str, Any]]) -> dict
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-# ---- The definition ----
-
-
-def test_a_release_is_the_clipped_sum_over_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_release_is_the_clipped_sum_over_users(tmp_path: Path, releases: Any) -> None:
     """Autograd per user, sum, clip, sum, divide by the expected number of users."""
-    releases, rows = spy_releases(monkeypatch), owned().examples
+    rows = owned().examples
     listed = [{**r, "x": r["x"].tolist(), "labels": int(r["labels"])} for r in rows]
     trainer, watch = _run(
         tmp_path,
@@ -90,7 +84,6 @@ def test_a_release_is_the_clipped_sum_over_users(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
 def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path: Path) -> None:
-    """The same coins, noise and weights, bit by bit."""
     settings = {
         "model": tiny(method),
         "method": method,
@@ -108,16 +101,12 @@ def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path:
     assert any((watch.weights[-1][n] != w).any() for n, w in watch.weights[0].items())
 
 
-# ---- What a run promises ----
-
-
 @pytest.mark.slow
-def test_everything_is_counted_in_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_counted_in_units(tmp_path: Path, releases: Any) -> None:
     """An epoch has 1/q steps; q, the divisor and N are of units. Every draw releases noise.
 
     One of the draws at least is empty, but in one run of 800.
     """
-    releases = spy_releases(monkeypatch)
     settings = {"max_steps": -1, "num_train_epochs": 2, "target_epsilon": 6.0}
     settings |= {"known_streams": None, "expected_batch_size": 1}
     trainer, _ = _run(tmp_path, **settings)
@@ -138,9 +127,6 @@ def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
         owners = [users[i] for i in drawn]
         assert all(owners.count(user) <= 2 for user in owners)
     assert any(trainer.draws)
-
-
-# ---- The column ----
 
 
 @pytest.mark.parametrize(
@@ -181,9 +167,6 @@ def test_data_that_changed_in_place_are_refused(change: Any, tmp_path: Path) -> 
     change(rows)
     with pytest.raises(PrivacyError, match="in train_dataset have changed"):
         trainer.train()
-
-
-# ---- Rows must stay where they are ----
 
 
 def _collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:

@@ -27,9 +27,6 @@ PRIVATE, PUBLIC = "ε = 2", "no privacy"
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-# ---- What is claimed ----
-
-
 def check_classifier(numbers: dict[str, Any], text: str) -> None:
     """It learns under every budget, more from a larger one, and less than without privacy."""
     reached = numbers["private"]
@@ -67,9 +64,6 @@ def check_what_epsilon_means(numbers: dict[str, Any], text: str) -> None:
 
 
 CHECKS = {1: check_classifier, 2: check_language_model, 3: check_what_epsilon_means}
-
-
-# ---- What is committed ----
 
 
 @each_notebook
@@ -118,9 +112,6 @@ def test_notebooks_refer_to_files_that_exist(path: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
     assert links
     assert [link for link in links if not (FOLDER / link.partition("#")[0]).exists()] == []
-
-
-# ---- What a run finds ----
 
 
 @pytest.mark.slow

@@ -24,8 +24,6 @@ from tests.support.models import only
 
 
 class Drawing:
-    """Draws from its own generator."""
-
     def __init__(self, generator: Any, draw: Callable[[Any], Any]) -> None:
         self._generator, self._draw = generator, draw
 
@@ -52,8 +50,6 @@ class Growing:
 
 
 class Keeping:
-    """Keeps what it saw in a container of some kind."""
-
     def __init__(self, kept: Any, keep: Callable[[Any, int], Any]) -> None:
         self.kept, self._keep = kept, keep
 
@@ -92,8 +88,6 @@ class Transform(Counting):
 
 
 class Nested:
-    """Holds something that remembers, inside of something else."""
-
     def __init__(self) -> None:
         self.parts = {"a": [Counting()]}
 

@@ -63,8 +63,6 @@ def test_exactly_the_unused_parameters_of_each_model_are_frozen(entry: Row) -> N
     torch.testing.assert_close(dict(model.named_buffers()), buffers, rtol=0, atol=0)
 
 
-# ---- What only some examples use ----
-
 Inputs = dict[str, Tensor]
 
 
@@ -105,8 +103,6 @@ class Branching(nn.Module):
 
 
 class Masking(Branching):
-    """Reads a mask as well, if there is one."""
-
     def forward(self, input_ids: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
         hidden = self.table(input_ids)
         if masked is not None:

@@ -207,9 +207,6 @@ def test_outputs_may_be_a_tuple_or_a_mapping(outputs: Any) -> None:
     torch.testing.assert_close(losses, expected)
 
 
-# ---- Label smoothing ----
-
-
 @pytest.mark.parametrize(
     "name", ["BERT, masked LM", "BERT, multiple choice", "Llama, causal LM", "T5, seq2seq LM"]
 )
@@ -235,9 +232,6 @@ def test_label_smoothing_is_refused_where_it_means_nothing() -> None:
         entry = row(f"BERT, {name}")
         with pytest.raises(PrivacyError, match=f"label_smoothing=0.1 is not defined for {name}"):
             per_sample(entry.model(), entry.batch(B), label_smoothing=0.1)
-
-
-# ---- PEFT ----
 
 
 def test_virtual_tokens_have_no_label() -> None:
@@ -350,8 +344,6 @@ class ToyForCausalLM(Head):
 
 
 class Engine(PerSampleEngine):
-    """Only runs the model."""
-
     skips_unlabelled = True
 
     def __call__(self, inputs: Any, projectors: Any) -> Any:

@@ -59,8 +59,6 @@ class ClassWeights(DPGrapeTrainer):
 
 
 class Passes(DPGrapeTrainer):
-    """Adds something to what the Trainer computes."""
-
     factor = 1.0
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,8 +68,6 @@ class Passes(DPGrapeTrainer):
 
 
 class CallsTwice(DPGrapeTrainer):
-    """Regularises by a second pass."""
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
         first, second = model(**inputs)["logits"], model(**inputs)["logits"]
@@ -79,8 +75,6 @@ class CallsTwice(DPGrapeTrainer):
 
 
 class Unasked(DPGrapeTrainer):
-    """Uses another model than the one it is given."""
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = inputs.pop("labels")
         return functional.cross_entropy(self.model(**inputs)["logits"], labels)
@@ -190,9 +184,6 @@ def test_class_weights_are_noticed_even_if_examples_share_a_class(
         )
         with pytest.raises(PrivacyError, match="weighs examples by class"):
             trainer.train()
-
-
-# ---- What a model adds itself ----
 
 
 class AddsATermForSequenceClassification(TinyForSequenceClassification):

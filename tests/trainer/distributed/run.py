@@ -228,8 +228,6 @@ class Broken(Examples):
 
 
 class Arm(TrainerCallback):
-    """Breaks the data at the second step."""
-
     def __init__(self, data: Broken) -> None:
         self.data = data
 
@@ -245,8 +243,6 @@ def broken_data(folder: Path) -> Any:
 
 
 class CouplesInOneForSequenceClassification(TinyForSequenceClassification):
-    """Couples the samples of a batch, on the second process only."""
-
     def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
         if dist.get_rank() == 1:
             x = x - x.mean(0)

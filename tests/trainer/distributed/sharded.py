@@ -212,7 +212,6 @@ def autocast(folder: Path) -> Any:
 
 
 def rounded(folder: Path) -> Any:
-    """Trains 16-bit weights, in blocks of few rows."""
     found = []
     for sharded in (True, False):
         changes = {"model": _of_case("opt")["model"].bfloat16()}
@@ -234,8 +233,6 @@ def bytes_of_a_step(folder: Path) -> Any:
 
 
 def killed(folder: Path) -> Any:
-    """Kills the second process in the middle of a pass."""
-
     def kill(*call: Any) -> None:
         if armed.armed:
             die()

@@ -137,9 +137,6 @@ def test_training_starts_from_the_weights_of_the_first_process(two: Any) -> None
     assert_same_weights(*(weights[1] for weights, _ in results(two, "initial")))
 
 
-# ---- What crosses the network ----
-
-
 def _coordinates(rank: int) -> tuple[int, int, int]:
     """Returns the numbers of all weights, of projected weights and of their coordinates."""
     model = roberta()["model"]
@@ -158,9 +155,6 @@ def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
     for epochs in results(two, "private_bytes"):
         assert [message for epoch in epochs for message in epoch] == 4 * step
     assert coordinates < 0.3 * projected
-
-
-# ---- Resuming with another number of processes ----
 
 
 @pytest.mark.slow
@@ -193,9 +187,6 @@ def _assert_resumed(ranks: list[Any], one: dict[str, Any], output: Path) -> None
     assert alone["steps"] == STOPPED_AT
     copy = Ledger.load(output / f"checkpoint-{2 * STOPPED_AT}" / LEDGER_NAME)
     assert (copy.steps, copy.updates, copy.mechanism) == (6, 6, ledger.mechanism)
-
-
-# ---- Failing together ----
 
 
 @pytest.mark.slow
