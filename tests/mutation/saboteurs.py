@@ -1,7 +1,7 @@
 """Ways to break the mechanism, and the ordinary tests that meet each.
 
-A saboteur replaces one thing in the real code. Tests are named by file, function and parameters,
-the quickest that should notice; each must fail under its saboteur, by an assertion.
+A saboteur replaces one thing in the real code. ``saboteurs.yaml`` names the tests that should
+notice; each must fail under its saboteur, by an assertion.
 """
 
 import contextlib
@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
-from dp_grape_hf.accounting import Releases, calibration
+from dp_grape_hf.accounting import Releases
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.gradients import Dense, Gradients, forms as representations, replay, units
 from dp_grape_hf.gradients.checks import (
@@ -47,6 +48,8 @@ from dp_grape_hf.publishing import file_checks, hub, model_files
 from dp_grape_hf.publishing.model_files import is_weights
 from dp_grape_hf.trainer import collators, inputs_by_form, mixin, overlap, remembered
 
+Apply = Callable[[pytest.MonkeyPatch], None]
+
 
 @dataclass(frozen=True)
 class Saboteur:
@@ -59,14 +62,23 @@ class Saboteur:
     """
 
     name: str
-    apply: Callable[[pytest.MonkeyPatch], None]
+    apply: Apply
     tests: tuple[str, ...]
 
     def __str__(self) -> str:
         return self.name
 
 
-def _std_times(factor: float) -> Callable[[pytest.MonkeyPatch], None]:
+def _with(owner: Any, name: str, value: Any) -> Apply:
+    """Returns what gives an object another attribute."""
+    return lambda patch: patch.setattr(owner, name, value)
+
+
+def _never(owner: Any, name: str) -> Apply:
+    return _with(owner, name, lambda *_, **__: None)
+
+
+def _std_times(factor: float) -> Apply:
     original = engine.add_noise_
 
     def add_noise_(values: Any, std: float, *rest: Any) -> None:
@@ -227,10 +239,6 @@ def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _users_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(units, "_of_units", lambda gradients, sizes: gradients)
-
-
 def _record_afterwards(patch: pytest.MonkeyPatch) -> None:
     original, record = PrivateMechanism.release, Ledger.record
 
@@ -308,10 +316,6 @@ def _groups_of_a_loader(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoissonBatchSampler, "__init__", init)
 
 
-def _states_uncompared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(state.StateGuard, "compare", lambda *_: None)
-
-
 def _states_compared_once(patch: pytest.MonkeyPatch) -> None:
     for module in (engine, sampling):
         patch.setattr(module, "StateGuard", _Blind)
@@ -335,13 +339,9 @@ def _seeded_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixin, "forget_the_seed", forget)
 
 
-def _bands_at_rate_q(patch: pytest.MonkeyPatch) -> None:
+def _accounted_with(**changes: Any) -> Apply:
     original = Releases.block
-
-    def block(self: Releases) -> Any:
-        return original(replace(self, bands=1))
-
-    patch.setattr(Releases, "block", block)
+    return _with(Releases, "block", lambda self: original(replace(self, **changes)))
 
 
 def _long_columns(patch: pytest.MonkeyPatch) -> None:
@@ -380,24 +380,11 @@ def _noise_is_saved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ProjectedOptimizer, "state_dict", state_dict)
 
 
-def _adjacency_ignored(patch: pytest.MonkeyPatch) -> None:
-    original = calibration.Releases.block
-
-    def block(self: calibration.Releases) -> Any:
-        return original(replace(self, adjacency="add_or_remove_one"))
-
-    patch.setattr(calibration.Releases, "block", block)
-
-
 def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
     def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
         return Factors((max_grad_norm / norms).nan_to_num(1.0).clamp(max=1.0), None)
 
     patch.setattr(clipping, "clip_factors", clip_factors)
-
-
-def _lost_rows_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Factors, "select", lambda self, gradient: (gradient, self.values))
 
 
 def _large_matrices_unmeasured(patch: pytest.MonkeyPatch) -> None:
@@ -462,14 +449,6 @@ def _each_part_has_all_of_c(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
-def _weights_of_an_optimizer_unseen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(
-        file_checks,
-        "is_weights",
-        lambda name: is_weights(name) and not Path(name).name.startswith("optimizer."),
-    )
-
-
 def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
     def files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
         found, others = model_files.files_in(folder)
@@ -487,7 +466,7 @@ def _configs_unread(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(file_checks, "_of_the_digests", of_weights)
 
 
-def _every_rank(rank: int) -> Callable[[pytest.MonkeyPatch], None]:
+def _every_rank(rank: int) -> Apply:
     pretends = SimpleNamespace(get_rank=lambda: rank)
     return lambda patch: patch.setattr(engine, "dist", pretends)
 
@@ -537,10 +516,6 @@ def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EmptyDrawDataset, "__getitems__", fetch)
 
 
-def _never(patch: pytest.MonkeyPatch, module: Any, name: str) -> None:
-    patch.setattr(module, name, lambda *_, **__: None)
-
-
 def _two_rows_tried(patch: pytest.MonkeyPatch) -> None:
     original = replay.examine
 
@@ -586,524 +561,132 @@ def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
 
 
-def _kept_whatever_it_was_measured_on(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(remembered, "SyntheticInputs", object)
-
-
-def _kept_of_trained_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(remembered, "was_trained", lambda model: False)
-
-
-def _options_stay_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DPGrapeArguments, "__setattr__", object.__setattr__)
-
-
 def _form_unwatched(dataset: Any, collator: Any, example: Any) -> dict[str, inputs_by_form.Form]:
     return inputs_by_form.form_of(None, collator, example)
 
 
-def _streams_unguarded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(engine, "guarding_streams", lambda _: contextlib.nullcontext())
+BROKEN: dict[str, Apply] = {
+    "noise is halved": _std_times(0.5),
+    "noise is of the mean's size, on the sum": _std_of_mean,
+    "noise is skipped on empty batches": _quiet_when_empty,
+    "noise is seeded from args.seed": _noise_from_seed,
+    "options can be changed during a run": _with(
+        DPGrapeArguments, "__setattr__", object.__setattr__
+    ),
+    "noise is the same in every step": _noise_again,
+    "noise is added before the clip": _noise_before_clip,
+    "noise in coordinates is divided by sqrt(r)": _unscaled_in_coordinates,
+    "noise is added by every process": _every_rank(0),
+    "noise is added by no process": _every_rank(1),
+    "the drawn size is the divisor": _drawn_divisor,
+    "nothing is clipped": _nothing_is_clipped,
+    "a module that is clipped apart and the rest have all of C each": _each_part_has_all_of_c,
+    "the batch is clipped, not the example": _batch_is_clipped,
+    "what is not in the vector does not count in the norm": _large_matrices_unmeasured,
+    "gradient factors do not count in the norm": _factors_unmeasured,
+    "gradient factors do not meet the noise": _factors_after_the_noise_alone,
+    "NaN passes the clip": _nan_is_finite,
+    "rows that are not finite are multiplied by zero": _with(
+        Factors, "select", lambda self, gradient: (gradient, self.values)
+    ),
+    "a tied gradient counts once": _tied_once,
+    "a tied norm has no cross terms": _tied_norm_without_cross_terms,
+    "options are measured one by one": _options_one_by_one,
+    "a user's examples are clipped one by one": _with(
+        units, "_of_units", lambda gradients, sizes: gradients
+    ),
+    "epochs are shuffled": _epochs,
+    "draws have a fixed size": _without_replacement,
+    "every step has the same draw": _same_draw,
+    "groups are by index": _groups_by_index,
+    "groups are formed anew in each round": _groups_anew,
+    "turns do not know what was released": _turns_from_the_start,
+    "bands are accounted at rate q": _accounted_with(bands=1),
+    "columns are longer than 1": _long_columns,
+    "noise goes on after resuming": _noise_outlives,
+    "a checkpoint holds earlier noise": _noise_is_saved,
+    "the ledger is written after the release": _record_afterwards,
+    "the ledger counts every second release": _record_every_second,
+    "replaced examples cost as added ones": _accounted_with(adjacency="add_or_remove_one"),
+    "a physical batch is collated as a whole": _with(LogicalBatchCollator, "__call__", _together),
+    "a row is as long as the longest of its draw": _stretched_to_the_longest,
+    "a physical batch has the columns of all its rows": _columns_of_the_first,
+    "examples are collated under one stream": _one_stream,
+    "examples are fetched all at once": _fetched_at_once,
+    "a collator that mixes is not tried": _never(collators, "refuse_other_rows"),
+    "two rows are tried, in their order": _two_rows_tried,
+    "rows are tried at their own lengths": _lengths_of_the_data_tried,
+    "a run is not watched": _never(spot_checks.SpotCheckedEngine, "_chosen"),
+    "states are not compared": _with(state.StateGuard, "compare", lambda *_: None),
+    "states are compared before the first step alone": _states_compared_once,
+    "global streams are secret at the start alone": _seeded_once,
+    "coins of an example follow from the global stream": _with(
+        collation.with_separate_seeds, "__defaults__", (collation.repeatable_seeds,)
+    ),
+    "a model does not say that it was trained": _with(mixin, "note_provenance", lambda *_: None),
+    "groups belong to a loader": _groups_of_a_loader,
+    "batches may come in any order": _with(Turns, "require_next", lambda *_: None),
+    "what is frozen depends on the first example": _frozen_by_the_first_example,
+    "rows that two data sets share are not found": _with(
+        overlap.TrainingRows, "shared_with", lambda *_, **__: ()
+    ),
+    "the names of metrics are logged at any time": _with(
+        mixin.DPGrapeMixin, "_prefixes", ("eval",)
+    ),
+    "losses in 16 bits may differ by anything": _with(
+        engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
+    ),
+    "nobody's random numbers are changed": _with(replay, "_CHANGES", ()),
+    "random numbers are not set to their bounds": _never(draws, "_bounds"),
+    "what a batch shares may decide something rarely": _with(
+        replay, "SHARED", draws._EACH | {"randperm"}
+    ),
+    "rows are tried in one order": _never(replay._Examination, "_compare_reordered"),
+    "gradients are not compared with those of rows alone": _with(
+        replay._Examination, "_wrong", lambda *_: ""
+    ),
+    "losses are not compared with those of rows alone": _with(
+        replay._Examination, "_other_losses", lambda *_: False
+    ),
+    "gradients are marked by signs alone": _signs_alone,
+    "gradients show by their norms": _signs_unseen,
+    "rows are tried behind a head of zeros": _with(
+        replay, "without_zeros", lambda _: contextlib.nullcontext()
+    ),
+    "a permutation of the batch is each one's own": _with(
+        draws, "_EACH", draws._EACH | {"randperm"}
+    ),
+    "a generator of one's own is not seen": _with(draws, "is_public", lambda _: True),
+    "a loss has a median of the batch in it": _two_rows_tried,
+    "a forward reseeds numpy's stream": _with(
+        engine, "guarding_streams", lambda _: contextlib.nullcontext()
+    ),
+    "principal directions are of the training data": _measured_on_the_training_data,
+    "results are kept for later runs whatever they were measured on": _with(
+        remembered, "SyntheticInputs", object
+    ),
+    "results are kept of weights that were trained": _with(
+        remembered, "was_trained", lambda model: False
+    ),
+    "verify takes all that is called optimizer for a trainer's": _with(
+        file_checks,
+        "is_weights",
+        lambda name: is_weights(name) and not Path(name).name.startswith("optimizer."),
+    ),
+    "verify does not look into folders": _folders_unseen,
+    "verify compares weights alone": _configs_unread,
+    "synthetic inputs are as long as the first example": _with(inputs_by_form, "LENGTHS", ()),
+    "reading the first example is not watched": _with(mixin, "form_of", _form_unwatched),
+    "a folder that changed after the model was saved is sent": _with(
+        hub, "_require_as_saved", lambda folder: None
+    ),
+}
+"""Name of a saboteur -> what breaks the mechanism."""
 
+_TABLE = Path(__file__).with_name("saboteurs.yaml").read_text(encoding="utf-8")
+NOTICED: dict[str, list[str]] = yaml.safe_load(_TABLE)
+"""Name of a saboteur -> the tests that notice it."""
 
-def _neighbours(case: str) -> str:
-    size, _, name = case.partition("-")
-    return f"test_neighbours.py::test_one_example_more_moves_the_sum_by_its_bound[{name}-{size}]"
-
-
-REMEMBERS = "test_what_remembers_or_mixes_later_is_stopped_before_that_release"
-
-SABOTEURS = (
-    Saboteur(
-        "noise is halved",
-        _std_times(0.5),
-        (
-            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_release.py::test_the_noise_has_its_std_in_every_single_coordinate",
-        ),
-    ),
-    Saboteur(
-        "noise is of the mean's size, on the sum",
-        _std_of_mean,
-        (
-            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_release.py::test_the_noise_has_its_std_in_every_single_coordinate",
-        ),
-    ),
-    Saboteur(
-        "noise is skipped on empty batches",
-        _quiet_when_empty,
-        ("test_release.py::test_an_empty_logical_batch_releases_noise_and_is_recorded",),
-    ),
-    Saboteur(
-        "noise is seeded from args.seed",
-        _noise_from_seed,
-        ("test_privacy.py::test_the_arguments_seed_changes_neither_sampling_nor_noise",),
-    ),
-    Saboteur(
-        "options can be changed during a run",
-        _options_stay_open,
-        ("test_privacy.py::test_a_callback_that_changes_an_option_ends_the_run",),
-    ),
-    Saboteur(
-        "noise is the same in every step",
-        _noise_again,
-        ("test_release.py::test_no_two_releases_and_no_two_tensors_share_noise",),
-    ),
-    Saboteur(
-        "noise is added before the clip",
-        _noise_before_clip,
-        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
-    ),
-    Saboteur(
-        "noise in coordinates is divided by sqrt(r)",
-        _unscaled_in_coordinates,
-        ("test_release.py::test_the_release_equals_its_definition[opt-projected]",),
-    ),
-    Saboteur(
-        "noise is added by every process",
-        _every_rank(0),
-        ("test_release.py::test_the_first_of_two_processes_alone_adds_noise[1]",),
-    ),
-    Saboteur(
-        "noise is added by no process",
-        _every_rank(1),
-        ("test_release.py::test_the_first_of_two_processes_alone_adds_noise[0]",),
-    ),
-    Saboteur(
-        "the drawn size is the divisor",
-        _drawn_divisor,
-        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
-    ),
-    Saboteur(
-        "nothing is clipped",
-        _nothing_is_clipped,
-        (
-            "test_release.py::test_the_release_equals_its_definition[opt-unprojected]",
-            "test_audit.py::test_each_included_canary_is_seen_with_length_C[dp_sgd-flat-plain]",
-        ),
-    ),
-    Saboteur(
-        "a module that is clipped apart and the rest have all of C each",
-        _each_part_has_all_of_c,
-        ("test_release.py::test_per_group_clipping_gives_both_groups_half_of_c_squared[flat]",),
-    ),
-    Saboteur(
-        "the batch is clipped, not the example",
-        _batch_is_clipped,
-        ("test_release.py::test_the_release_equals_its_definition[opt-unprojected]",),
-    ),
-    Saboteur(
-        "what is not in the vector does not count in the norm",
-        _large_matrices_unmeasured,
-        (
-            "test_release.py"
-            "::test_a_finite_gradient_contributes_at_most_c_over_all_parameters[factored]",
-        ),
-    ),
-    Saboteur(
-        "gradient factors do not count in the norm",
-        _factors_unmeasured,
-        (
-            "test_gradient_factors.py::test_the_release_equals_its_definition[projected-flat-stack]",
-            "test_gradient_factors.py::test_one_more_sample_moves_the_sum_before_noise_within_c[all-flat]",
-            "test_audit.py::test_each_included_canary_is_seen_with_length_C[dp_sgd-flat-factors]",
-            "test_audit.py::test_each_included_canary_is_seen_with_length_C[principal-flat-factors]",
-        ),
-    ),
-    Saboteur(
-        "gradient factors do not meet the noise",
-        _factors_after_the_noise_alone,
-        (
-            "test_gradient_factors.py::test_the_release_equals_its_definition[projected-flat-stack]",
-            "test_gradient_factors.py::test_one_more_sample_moves_the_sum_before_noise_within_c[small-flat]",
-            "test_audit.py::test_each_included_canary_is_seen_with_length_C[principal-flat-factors]",
-        ),
-    ),
-    Saboteur(
-        "NaN passes the clip",
-        _nan_is_finite,
-        ("test_release.py::test_a_bad_image_contributes_nothing_wherever_it_stands[nan-0]",),
-    ),
-    Saboteur(
-        "rows that are not finite are multiplied by zero",
-        _lost_rows_stay,
-        (
-            "test_grad_sample_modes.py"
-            "::test_a_sample_that_is_not_finite_contributes_exactly_zero[True-auto]",
-        ),
-    ),
-    Saboteur(
-        "a tied gradient counts once",
-        _tied_once,
-        ("test_layerwise.py::test_uses_of_one_weight_in_different_forms_add_up[5]",),
-    ),
-    Saboteur(
-        "a tied norm has no cross terms",
-        _tied_norm_without_cross_terms,
-        (
-            "test_forms.py::test_norm_and_sum_equal_the_dense_gradients_in_float32"
-            "[torch.float32-dense + factored]",
-        ),
-    ),
-    Saboteur(
-        "options are measured one by one",
-        _options_one_by_one,
-        (
-            "test_forms.py::test_norm_and_sum_equal_the_dense_gradients_in_float32[torch.float32-factored]",
-        ),
-    ),
-    Saboteur(
-        "a user's examples are clipped one by one",
-        _users_one_by_one,
-        ("test_units.py::test_a_user_moves_the_sum_within_one_examples_bound[flat]",),
-    ),
-    Saboteur("epochs are shuffled", _epochs, ("test_sampling.py::test_batch_sizes_are_binomial",)),
-    Saboteur(
-        "draws have a fixed size",
-        _without_replacement,
-        ("test_sampling.py::test_batch_sizes_are_binomial",),
-    ),
-    Saboteur(
-        "every step has the same draw",
-        _same_draw,
-        ("test_sampling.py::test_each_example_is_drawn_with_probability_q[0.3]",),
-    ),
-    Saboteur(
-        "groups are by index",
-        _groups_by_index,
-        ("test_turns.py::test_groups_are_coins_of_each",),
-    ),
-    Saboteur(
-        "groups are formed anew in each round",
-        _groups_anew,
-        ("test_turns.py::test_an_example_takes_part_at_most_once_in_b_steps[5]",),
-    ),
-    Saboteur(
-        "turns do not know what was released",
-        _turns_from_the_start,
-        ("test_turns.py::test_an_interrupted_epoch_continues_with_the_next_releases_turn",),
-    ),
-    Saboteur(
-        "bands are accounted at rate q",
-        _bands_at_rate_q,
-        (
-            "test_bands.py::test_epsilon_equals_a_bth_of_the_steps_at_b_q[4-200]",
-            "test_bands.py::test_epsilon_is_not_below_that_of_its_own_composition",
-        ),
-    ),
-    Saboteur(
-        "columns are longer than 1",
-        _long_columns,
-        (
-            "test_turns.py::test_a_release_has_the_noise_that_is_predicted",
-            "test_turns.py::test_noise_is_the_inverse_matrix_times_independent_noise",
-        ),
-    ),
-    Saboteur(
-        "noise goes on after resuming",
-        _noise_outlives,
-        ("test_banded.py::test_a_resumed_run_has_no_memory_of_noise",),
-    ),
-    Saboteur(
-        "a checkpoint holds earlier noise",
-        _noise_is_saved,
-        ("test_banded.py::test_a_checkpoint_holds_no_noise",),
-    ),
-    Saboteur(
-        "the ledger is written after the release",
-        _record_afterwards,
-        ("test_release.py::test_the_ledger_is_on_disk_before_the_noise_is_drawn",),
-    ),
-    Saboteur(
-        "the ledger counts every second release",
-        _record_every_second,
-        ("test_release.py::test_one_logical_batch_is_one_release_in_the_ledger[[4]]",),
-    ),
-    Saboteur(
-        "replaced examples cost as added ones",
-        _adjacency_ignored,
-        (
-            "test_replace_one.py::test_epsilon_bounds_the_exact_divergence[1-rdp]",
-            "test_replace_one.py::test_full_batches_have_twice_the_sensitivity[rdp]",
-        ),
-    ),
-    Saboteur(
-        "a physical batch is collated as a whole",
-        lambda patch: patch.setattr(LogicalBatchCollator, "__call__", _together),
-        (
-            _neighbours("16-padding on the left, positions counted from there"),
-            _neighbours("16-padding that nothing masks"),
-            _neighbours("16-rows stretched to the longest"),
-            _neighbours("16-a column that is None"),
-            "test_collation.py::test_a_collators_random_draw_is_made_for_each_example",
-        ),
-    ),
-    Saboteur(
-        "a row is as long as the longest of its draw",
-        _stretched_to_the_longest,
-        (_neighbours("4-padding that nothing masks"), _neighbours("16-labels of tokens, padded")),
-    ),
-    Saboteur(
-        "a physical batch has the columns of all its rows",
-        _columns_of_the_first,
-        (_neighbours("16-a column that is None"),),
-    ),
-    Saboteur(
-        "examples are collated under one stream",
-        _one_stream,
-        ("test_collation.py::test_coins_of_one_example_are_nothing_to_the_next",),
-    ),
-    Saboteur(
-        "examples are fetched all at once",
-        _fetched_at_once,
-        (
-            _neighbours("16-a data set that pads"),
-            "test_collation.py::test_a_data_set_is_read_one_example_at_a_time",
-        ),
-    ),
-    Saboteur(
-        "a collator that mixes is not tried",
-        lambda patch: _never(patch, collators, "refuse_other_rows"),
-        (_neighbours("4-mixed by the collator"),),
-    ),
-    Saboteur(
-        "two rows are tried, in their order",
-        _two_rows_tried,
-        (_neighbours("16-sorted by length"),),
-    ),
-    Saboteur(
-        "rows are tried at their own lengths",
-        _lengths_of_the_data_tried,
-        (_neighbours("16-sorted by length"),),
-    ),
-    Saboteur(
-        "a run is not watched",
-        lambda patch: _never(patch, spot_checks.SpotCheckedEngine, "_chosen"),
-        (f"test_neighbours.py::{REMEMBERS}[mixes]",),
-    ),
-    Saboteur(
-        "states are not compared",
-        _states_uncompared,
-        (
-            f"test_neighbours.py::{REMEMBERS}[bank]",
-            "test_memory.py::test_a_collator_that_remembers_releases_nothing[Noising-0]",
-            "test_memory.py::test_a_data_set_that_remembers_releases_nothing[None]",
-            "test_memory.py::test_a_model_that_its_first_batch_initialises_is_refused",
-            "test_memory.py::test_a_loss_that_remembers_is_refused[where0]",
-        ),
-    ),
-    Saboteur(
-        "states are compared before the first step alone",
-        _states_compared_once,
-        (
-            "test_memory.py::test_a_model_that_remembers_in_an_attribute_is_stopped[False]",
-            "test_memory.py::test_a_collator_that_remembers_one_example_is_stopped_by_it[0]",
-        ),
-    ),
-    Saboteur(
-        "global streams are secret at the start alone",
-        _seeded_once,
-        ("test_memory.py::test_masks_are_secret_whatever_a_callback_seeds",),
-    ),
-    Saboteur(
-        "coins of an example follow from the global stream",
-        lambda patch: patch.setattr(
-            collation.with_separate_seeds, "__defaults__", (collation.repeatable_seeds,)
-        ),
-        ("test_collation.py::test_coins_are_fresh_whatever_seed_is_set",),
-    ),
-    Saboteur(
-        "a model does not say that it was trained",
-        lambda patch: patch.setattr(mixin, "note_provenance", lambda *_: None),
-        ("test_memory.py::test_a_note_is_there_from_the_first_step_on",),
-    ),
-    Saboteur(
-        "groups belong to a loader",
-        _groups_of_a_loader,
-        ("test_banded.py::test_a_new_loader_has_the_groups_of_the_run",),
-    ),
-    Saboteur(
-        "batches may come in any order",
-        lambda patch: patch.setattr(Turns, "require_next", lambda *_: None),
-        ("test_banded.py::test_a_batch_out_of_order_is_refused[twice]",),
-    ),
-    Saboteur(
-        "what is frozen depends on the first example",
-        _frozen_by_the_first_example,
-        (
-            "test_frozen.py::"
-            "test_trained_parameters_do_not_depend_on_optional_inputs_of_examples[None-1]",
-        ),
-    ),
-    Saboteur(
-        "rows that two data sets share are not found",
-        lambda patch: patch.setattr(overlap.TrainingRows, "shared_with", lambda *_, **__: ()),
-        (
-            "test_principal_runs.py::test_rows_of_the_training_data_are_not_public",
-            "test_held_out.py::test_copies_in_any_form_are_told[shuffled]",
-            "test_held_out.py::test_metrics_of_training_rows_are_refused[evaluate-list]",
-        ),
-    ),
-    Saboteur(
-        "the names of metrics are logged at any time",
-        lambda patch: patch.setattr(mixin.DPGrapeMixin, "_prefixes", ("eval",)),
-        ("test_logs.py::test_unknown_keys_are_dropped_from_logs_with_one_warning",),
-    ),
-    Saboteur(
-        "losses in 16 bits may differ by anything",
-        lambda patch: patch.setattr(
-            engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
-        ),
-        ("test_replay.py::test_coupling_shows_in_16_bits",),
-    ),
-    Saboteur(
-        "nobody's random numbers are changed",
-        lambda patch: patch.setattr(replay, "_CHANGES", ()),
-        (
-            "test_replayed_draws.py::test_a_coin_that_a_batch_shares_is_refused[layer drop-]",
-            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of any, rarely-]",
-            "test_replayed_draws.py::test_a_small_influence_of_others_shows",
-        ),
-    ),
-    Saboteur(
-        "random numbers are not set to their bounds",
-        lambda patch: _never(patch, draws, "_bounds"),
-        (
-            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of any, rarely-]",
-            "test_replayed_draws.py::test_coins_that_others_use_are_refused[of all, mostly-]",
-            "test_replayed_draws.py::"
-            "test_a_shared_coin_that_falls_rarely_is_refused[a small number]",
-        ),
-    ),
-    Saboteur(
-        "what a batch shares may decide something rarely",
-        lambda patch: patch.setattr(replay, "SHARED", draws._EACH | {"randperm"}),
-        tuple(
-            f"test_replayed_draws.py::test_a_shared_coin_that_falls_rarely_is_refused[{name}]"
-            for name in ("a number", "a size", "an order")
-        ),
-    ),
-    Saboteur(
-        "rows are tried in one order",
-        lambda patch: _never(patch, replay._Examination, "_compare_reordered"),
-        (
-            "test_spot_checks.py::"
-            "test_a_model_that_depends_on_row_positions_is_refused[one of many]",
-        ),
-    ),
-    Saboteur(
-        "gradients are not compared with those of rows alone",
-        lambda patch: patch.setattr(replay._Examination, "_wrong", lambda *_: ""),
-        (
-            "test_replay.py::test_a_function_that_is_wrong_by_a_tenth_is_found[True]",
-            "test_replay.py::test_a_rule_that_drops_a_term_is_found",
-        ),
-    ),
-    Saboteur(
-        "losses are not compared with those of rows alone",
-        lambda patch: patch.setattr(replay._Examination, "_other_losses", lambda *_: False),
-        ("test_replay.py::test_losses_that_depend_on_batch_mates_are_found",),
-    ),
-    Saboteur(
-        "gradients are marked by signs alone",
-        _signs_alone,
-        (
-            "test_replayed_draws.py::test_a_two_class_gradient_differs_from_its_negative_in_sketches[score]",
-        ),
-    ),
-    Saboteur(
-        "gradients show by their norms",
-        _signs_unseen,
-        ("test_replayed_draws.py::test_coins_that_others_use_are_refused[the mean, going back-]",),
-    ),
-    Saboteur(
-        "rows are tried behind a head of zeros",
-        lambda patch: patch.setattr(replay, "without_zeros", lambda _: contextlib.nullcontext()),
-        (
-            "test_replayed_draws.py::"
-            "test_coins_that_others_use_are_refused[the mean, going back-zero head]",
-        ),
-    ),
-    Saboteur(
-        "a permutation of the batch is each one's own",
-        lambda patch: patch.setattr(draws, "_EACH", draws._EACH | {"randperm"}),
-        (
-            "test_replayed_draws.py::"
-            "test_coins_that_others_use_are_refused[parts of a permutation-]",
-        ),
-    ),
-    Saboteur(
-        "a generator of one's own is not seen",
-        lambda patch: patch.setattr(draws, "is_public", lambda _: True),
-        (
-            "test_replayed_draws.py::test_a_model_with_its_own_generator_is_always_refused[layerwise]",
-        ),
-    ),
-    Saboteur(
-        "a loss has a median of the batch in it",
-        _two_rows_tried,
-        ("test_coupling.py::test_a_loss_that_ranks_the_batch_is_refused[4-mined]",),
-    ),
-    Saboteur(
-        "a forward reseeds numpy's stream",
-        _streams_unguarded,
-        ("test_replayed_draws.py::test_bigbirds_seeds_do_not_reach_the_streams_of_collators",),
-    ),
-    Saboteur(
-        "principal directions are of the training data",
-        _measured_on_the_training_data,
-        (
-            "test_principal_runs.py::test_p_does_not_depend_on_the_training_data",
-            "test_principal_runs.py::test_p_depends_only_on_initial_weights_and_synthetic_inputs",
-        ),
-    ),
-    Saboteur(
-        "results are kept for later runs whatever they were measured on",
-        _kept_whatever_it_was_measured_on,
-        (
-            "test_remembered.py::test_what_was_measured_on_a_public_dataset_is_not_kept",
-            "test_remembered.py::test_what_was_measured_on_other_inputs_is_not_kept",
-        ),
-    ),
-    Saboteur(
-        "results are kept of weights that were trained",
-        _kept_of_trained_weights,
-        ("test_remembered.py::test_of_weights_that_were_trained_nothing_is_kept",),
-    ),
-    Saboteur(
-        "verify takes all that is called optimizer for a trainer's",
-        _weights_of_an_optimizer_unseen,
-        ("test_verification.py::test_planted_weights_are_found[as an optimizer]",),
-    ),
-    Saboteur(
-        "verify does not look into folders",
-        _folders_unseen,
-        ("test_verification.py::test_planted_weights_are_found[in a folder]",),
-    ),
-    Saboteur(
-        "verify compares weights alone",
-        _configs_unread,
-        (
-            "test_verification.py::"
-            "test_an_adapter_that_counts_otherwise_or_elsewhere_is_found[{'lora_alpha': 64}]",
-            "test_verification.py::"
-            "test_a_file_beside_the_weights_that_was_changed_is_found[config.json]",
-        ),
-    ),
-    Saboteur(
-        "synthetic inputs are as long as the first example",
-        lambda patch: patch.setattr(inputs_by_form, "LENGTHS", ()),
-        ("test_own_models.py::test_of_examples_neither_values_nor_lengths_reach_what_is_measured",),
-    ),
-    Saboteur(
-        "reading the first example is not watched",
-        lambda patch: patch.setattr(mixin, "form_of", _form_unwatched),
-        ("test_own_models.py::test_data_that_remember_the_first_example_are_refused",),
-    ),
-    Saboteur(
-        "a folder that changed after the model was saved is sent",
-        lambda patch: patch.setattr(hub, "_require_as_saved", lambda folder: None),
-        ("test_hub.py::test_a_folder_changed_after_saving_is_not_sent",),
-    ),
+SABOTEURS = tuple(
+    Saboteur(name, apply, tuple(NOTICED.get(name, ()))) for name, apply in BROKEN.items()
 )

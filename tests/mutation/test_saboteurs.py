@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.saboteurs import SABOTEURS, Saboteur
-
-pytestmark = pytest.mark.slow
+from tests.mutation.saboteurs import BROKEN, NOTICED, SABOTEURS, Saboteur
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +28,12 @@ def table() -> dict[str, dict[str, bool]]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=str)
 def test_a_saboteur_is_noticed(saboteur: Saboteur, table: dict[str, dict[str, bool]]) -> None:
     missed = [test for test, noticed in table[saboteur.name].items() if not noticed]
     assert not missed, f"{', '.join(missed)} should notice that {saboteur}"
-    assert saboteur.tests, "no test is named"
+
+
+def test_every_saboteur_in_the_table_exists() -> None:
+    assert NOTICED.keys() == BROKEN.keys()
