@@ -22,7 +22,6 @@ from typing import Any
 
 import yaml
 
-from recipes.attacks import membership
 from recipes.benchmark import kernels, memory, timing
 from recipes.common.markdown import score_text, table
 from recipes.common.runs import read_lines
@@ -113,7 +112,7 @@ SWEEPS = tuple(sorted(path.parent.name for path in (ROOT / STUDIES).glob("*/swee
 QUOTED = yaml.safe_load(Path(__file__).with_name("quoted.yaml").read_text(encoding="utf-8"))
 DIGITS = {"digits": "compare", "digits-chosen": "chosen", "digits-epsilons": "epsilons"}
 GPU = "gpu_report/results/nvidia-h100-80gb-hbm3.json"
-ATTACKS, MATRIX = "attacks/results/membership.json", "models/results/model_matrix.jsonl"
+MATRIX = "models/results/model_matrix.jsonl"
 
 HOURS = """# Hours of the paper's sweeps
 
@@ -143,7 +142,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
         table: _of(f"digits/results/{name}.json", lambda record: _first(compare.table(record)))
         for table, name in DIGITS.items()
     },
-    "membership": _of(ATTACKS, lambda found: _first(membership.as_markdown(found))),
+    "membership": _of("attacks/results/membership.json", studies.membership),
     **{
         f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", memory.as_markdown)
         for kind in ("dense", "packed", "sharded")
@@ -171,7 +170,6 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
 
 PAGES: Mapping[str, Callable[[Path], str]] = {
     "recipes/digits/results/compare.md": _of("digits/results/compare.json", compare.table),
-    "recipes/attacks/results/membership.md": _of(ATTACKS, membership.as_markdown),
     "recipes/models/results/model_matrix.md": _of(MATRIX, checks.model_matrix),
     f"{PAPER}/hours.md": lambda root: f"{HOURS}\n{hours.by_row(_costs(root))}",
     f"{PAPER}/paper_tables.md": lambda root: tables.render(

@@ -1,7 +1,8 @@
-"""Render the tables of tries that were not kept: their code is in the history, their JSON here."""
+"""Render the tables of studies that are over: their code is in the history, their JSON here."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -52,3 +53,21 @@ def head_texts(record: Mapping[str, Any]) -> str:
             for (task, texts), row in means.items()
         ),
     )
+
+
+def membership(record: Mapping[str, Any]) -> str:
+    """Return what attacks found, and in brackets the most that (ε, δ)-privacy allows."""
+    attacks = {"loss": "loss threshold", "lira": "LiRA, offline"}
+    rows = []
+    for title, way in record["ways"].items():
+        epsilon = math.inf if way["epsilon_spent"] is None else way["epsilon_spent"]
+        for name, attack in way["attacks"].items():
+            rates = [
+                f"{at['tpr']:.2%}, {at['true_positives']} of {at['members']} "
+                f"({min(1.0, math.exp(epsilon) * at['fpr'] + record['delta']):.1%})"
+                for at in attack["at"]
+            ]
+            share = f"{way['accuracy_of_members']:.1%}, {way['accuracy_of_others']:.1%}"
+            rows.append([title, attacks[name], f"{attack['auc']:.3f}", *rates, share])
+    titles = ["Trained by", "Attack", "AUC", "TPR at 1.0% FPR (allowed)"]
+    return table([*titles, "TPR at 0.1% FPR (allowed)", "Accuracy: members, others"], rows)
