@@ -24,16 +24,14 @@ and the model at its end. If it is stopped, the same command goes on from the la
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, make_dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -385,45 +383,6 @@ def parse(
         )
     script, args = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
     return script, args
-
-
-# ---- Gradients without training ----
-
-WHOLE = ("--method", "dp_adam", "--noise_multiplier", "0")
-"""Gradients that nothing is projected of. The command line has precedence."""
-
-
-def loaded(
-    own: type, argv: Sequence[str] | None = None
-) -> tuple[Any, DPGrapeTrainingArguments, Experiment]:
-    """Load what a command line trains, to look at its gradients.
-
-    Args:
-        own: a dataclass with further arguments.
-        argv: the command line of a recipe, with ``--family`` before it.
-    """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--family", choices=("roberta", "opt", "vit"), required=True)
-    chosen, words = first.parse_known_args(argv)
-    known = import_module(f"recipes.paper.{chosen.family}").FAMILY
-    both = make_dataclass("Arguments", [], bases=(own, known.script))
-    script, args = parse(replace(known, script=both), [*WHOLE, *words])
-    set_seed(args.seed)
-    experiment = known.load(script, args)
-    freeze(experiment.model, script.frozen)
-    experiment.model.to(args.device).train()
-    return script, args, experiment
-
-
-def first_batch(
-    experiment: Experiment, args: DPGrapeTrainingArguments, examples: Any
-) -> Iterator[dict[str, Tensor]]:
-    """Yield the physical batches of one logical batch, of exactly the expected size."""
-    generator = torch.Generator().manual_seed(args.seed)
-    order = torch.randperm(len(examples), generator=generator)[: args.logical_batch_size]
-    for chosen in order.split(args.per_device_train_batch_size):
-        batch = experiment.collator([examples[int(i)] for i in chosen])
-        yield {name: value.to(args.device) for name, value in batch.items()}
 
 
 # ---- Presets ----

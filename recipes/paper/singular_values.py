@@ -15,24 +15,29 @@ It writes functions of the training data without noise among them: for data that
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import set_seed
 from transformers.hf_argparser import HfArg
 
-from dp_grape_hf import per_sample_gradients
+from dp_grape_hf import DPGrapeTrainingArguments, per_sample_gradients
 from dp_grape_hf.gradients import LossFunction
 from dp_grape_hf.mechanism import add_clipped_sum_
 from dp_grape_hf.projections import projection_targets
 from recipes.common.provenance import origin, recorded, write
-from recipes.paper.experiment import first_batch, loaded
+from recipes.paper.experiment import Experiment, freeze, parse
 
+WHOLE = ("--method", "dp_adam", "--noise_multiplier", "0")
+"""Gradients that nothing is projected of. The command line has precedence."""
 Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
 
 
@@ -56,9 +61,8 @@ class SpectrumArguments:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Compute what the command line asks for, write it, and return it."""
-    script, args, experiment = loaded(SpectrumArguments, argv)
-    bounds = [math.inf, *script.bounds]
-    batches = first_batch(experiment, args, experiment.train)
+    script, args, experiment = loaded(argv)
+    bounds, batches = [math.inf, *script.bounds], first_batch(experiment, args)
     sums = clipped_sums(experiment.model, batches, bounds, experiment.loss)
     generator, size = torch.Generator(args.device).manual_seed(args.seed), args.logical_batch_size
     spectra = []
@@ -79,6 +83,33 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     write(path, result)
     sys.stdout.write(f"{path}\n")
     return result
+
+
+def loaded(argv: Sequence[str] | None) -> tuple[Any, DPGrapeTrainingArguments, Experiment]:
+    """Load what a command line trains: that of a recipe, with ``--family``."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--family", choices=("roberta", "opt", "vit"), required=True)
+    chosen, words = first.parse_known_args(argv)
+    known = import_module(f"recipes.paper.{chosen.family}").FAMILY
+    both = make_dataclass("Arguments", [], bases=(SpectrumArguments, known.script))
+    script, args = parse(replace(known, script=both), [*WHOLE, *words])
+    set_seed(args.seed)
+    experiment = known.load(script, args)
+    freeze(experiment.model, script.frozen)
+    experiment.model.to(args.device).train()
+    return script, args, experiment
+
+
+def first_batch(
+    experiment: Experiment, args: DPGrapeTrainingArguments
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the physical batches of one logical batch, of exactly the expected size."""
+    generator = torch.Generator().manual_seed(args.seed)
+    examples = experiment.train
+    order = torch.randperm(len(examples), generator=generator)[: args.logical_batch_size]
+    for chosen in order.split(args.per_device_train_batch_size):
+        batch = experiment.collator([examples[int(i)] for i in chosen])
+        yield {name: value.to(args.device) for name, value in batch.items()}
 
 
 @torch.no_grad()

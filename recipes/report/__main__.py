@@ -32,7 +32,6 @@ from recipes.paper import sweep
 from recipes.report import cards, checks, figures, front_page, hours, state, studies, tables
 from recipes.report.tables import CONFIGS, read_paper
 from recipes.report.tables_gpu import Measured
-from recipes.subspace import rendering as subspace
 from recipes.synthetic_text import card as synthetic_text
 
 ROOT = Path(__file__).parents[2]
@@ -150,7 +149,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "scripts": _of(
         "scripts/results/scripts.json", lambda run: checks.converted_scripts(run["scripts"])
     ),
-    "subspace": _of("subspace/results/*.json", subspace.as_markdown),
+    "subspace": _of("subspace/results/*.json", studies.subspace),
     "synthetic-text": _of("synthetic_text/results/trec_*.json", synthetic_text.as_markdown),
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),

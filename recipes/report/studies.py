@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.common.markdown import mean_and_error, score_text, table
@@ -71,3 +71,24 @@ def membership(record: Mapping[str, Any]) -> str:
             rows.append([title, attacks[name], f"{attack['auc']:.3f}", *rates, share])
     titles = ["Trained by", "Attack", "AUC", "TPR at 1.0% FPR (allowed)"]
     return table([*titles, "TPR at 0.1% FPR (allowed)", "Accuracy: members, others"], rows)
+
+
+def subspace(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the energy that directions keep, of all layers, and median, minimum and maximum."""
+    sources = {
+        "synthetic": "synthetic inputs",
+        "public": "public data",
+        "data": "the data's own inputs (not private)",
+        "gradients": "the data's own gradients (not private, the bound)",
+        "weights": "singular vectors of the weights",
+        "random": "random",
+    }
+    rows = []
+    for record in sorted(records, key=lambda record: record["model"].lower()):
+        for source, shares in record["shares"].items():
+            cells = [
+                f"{s['together']:.0%} ({s['median']:.0%}, {s['min']:.0%} to {s['max']:.0%})"
+                for s in shares.values()
+            ]
+            rows.append([f"{record['model']}, {record['data']}", sources[source], *cells])
+    return table(["Model, data", "P from", "r = 4", "r = 16", "r = 64"], rows)

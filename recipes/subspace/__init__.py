@@ -1,1 +1,0 @@
-"""Measure the share of the gradients in a low-dimensional subspace of input directions."""
