@@ -1,7 +1,6 @@
 """Synthetic text: what the filters keep, what the card promises, and the whole recipe offline."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from scipy.linalg import sqrtm
 from dp_grape_hf import Ledger
 from dp_grape_hf.cli.main import main as dp_grape
 from dp_grape_hf.ledger import LEDGER_NAME
-from recipes.synthetic_text import base, card
+from recipes.synthetic_text import card
 from tests.support.ledgers import ledger_of
 from tests.support.sft import WORDS, llama, send_nothing, tokenizer
 
@@ -248,25 +247,3 @@ def test_an_encoder_gives_the_same_embedding_in_any_batch(tmp_path: Path) -> Non
     together = evaluation.embed(texts, str(tmp_path))
     alone = np.concatenate([evaluation.embed([text], str(tmp_path)) for text in texts])
     assert together == pytest.approx(alone, abs=1e-5)
-
-
-@pytest.mark.slow
-def test_a_base_model_learns_public_texts(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    rows = [
-        {"question": f"what is {i} and {i + 1}?", "answers": {"text": [f"{i}"]}} for i in range(700)
-    ]
-    write_lines(tmp_path / "data" / "train.jsonl", rows)
-    args = base.BaseArguments(
-        dataset_path=str(tmp_path / "data"),
-        output_dir=str(tmp_path / "model"),
-        splits="train",
-        vocab_size=300,
-        hidden_size=16,
-        num_hidden_layers=1,
-        max_length=16,
-        num_train_epochs=20,
-    )
-    results = base.main(args)
-    assert results["texts"] == 200
-    assert results["held_out_loss"] < math.log(300) - 1.5
