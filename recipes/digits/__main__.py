@@ -10,4 +10,4 @@ if __name__ == "__main__":
     parsed = parse()
     logging.set_verbosity_error()
     logging.disable_progress_bar()  # no bars for saving and loading; training has its own bar
-    main(*parsed)
+    main(parsed)

@@ -33,7 +33,7 @@ from dp_grape_hf import DPGrapeTrainer
 from recipes.common import markdown
 from recipes.common.provenance import origin, with_adapter, write
 from recipes.common.sweep import Cell, Sweep
-from recipes.digits.train import DigitsArguments, accuracy_of, build_model, load_data
+from recipes.digits.train import accuracy_of, build_model, load_data
 from recipes.paper.methods import PaperArguments
 from recipes.paper.sweep import read
 
@@ -86,13 +86,11 @@ def train(cell: Cell) -> dict[str, Any]:
     """Train once; return accuracy, epsilon spent, seconds and bytes."""
     options = dict(cell.settings)
     held_out = options.pop("held_out", False)
-    examples, scored = load_data(split_seed=0)
+    examples, scored = load_data()
     if held_out:
         examples, scored = train_test_split(examples, test_size=HELD_OUT, random_state=cell.seed)
     set_seed(cell.seed)
-    model = with_adapter(
-        build_model(DigitsArguments()), options["method"], LORA_RANK, head=["classifier"]
-    )
+    model = with_adapter(build_model(), options["method"], LORA_RANK, head=["classifier"])
     with tempfile.TemporaryDirectory() as folder:
         args = PaperArguments(
             **options,

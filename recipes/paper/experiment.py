@@ -104,11 +104,6 @@ class ExperimentArguments:
         help="What the adapter's A starts with: random numbers, or principal: the principal "
         "directions of what the layers are given when the model reads synthetic inputs.",
     )
-    public_dataset: str | None = HfArg(
-        default=None,
-        help="A folder, or the name of a data set of the Hub, that is public: what "
-        "--projection principal is measured on, instead of synthetic inputs.",
-    )
 
     def __post_init__(self) -> None:
         """Refuse another start of the adapter, and to save what is not trained."""
@@ -131,7 +126,6 @@ class Experiment:
     # ``(outputs, labels) -> (B,)``; None for the model's own head
     loss: Callable[..., Tensor] | None = None
     tokenizer: Any = None  # of the model, or a processor; is saved with the model
-    public: Any = None  # examples of ``--public_dataset``, which the collator takes
     notes: Sequence[str] = ()  # what is to be known of its data, beside the settings
 
 
@@ -214,7 +208,6 @@ def run(family: Family, script: Any, args: DPGrapeTrainingArguments) -> dict[str
             train_dataset=experiment.train,
             compute_loss_func=experiment.loss,
             processing_class=experiment.tokenizer,
-            public_dataset=experiment.public,
             callbacks=[curve],
         )
         stopped = any(folder.glob("checkpoint-*"))  # as it has no result, it did not end

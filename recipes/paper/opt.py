@@ -126,11 +126,6 @@ def answer_loss(outputs: dict[str, Tensor], labels: Tensor) -> Tensor:
 
 def load(script: OPTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     """Loads the model and the examples of a task; ``args.seed`` draws the examples."""
-    if script.public_dataset is not None:
-        raise ValueError(
-            f"public_dataset={script.public_dataset!r}: these tasks are questions with options, "
-            "which other data have not. Leave it out: synthetic inputs serve as well."
-        )
     task = TASKS[script.task]
     args.remove_unused_columns = False  # the model takes what the collator makes of the columns
     tokenizer = AutoTokenizer.from_pretrained(script.model_name_or_path)

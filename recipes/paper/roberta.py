@@ -56,7 +56,6 @@ SPLIT_NOTE = (
     "The few-shot split is drawn by the paper's rule from the rows of another copy of the data, in "
     "another order: the same distribution, not the same examples."
 )
-PUBLIC_ROWS = 512
 TEST_ROWS, TEST_SEED = 1000, 42  # a larger test split is cut to so many rows, whatever the seed
 
 Example = dict[str, Any]
@@ -124,7 +123,6 @@ def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment
         splits={name: len(splits[name]) for name in ("dev", "test")},
         loss=None if script.head == CLASSIFICATION else cross_entropy,
         tokenizer=tokenizer,
-        public=public_examples(tokenizer, script.max_length or task.max_length, script),
         notes=[SPLIT_NOTE],
     )
 
@@ -190,18 +188,6 @@ def encoded(
             inputs = dict(tokenizer(*texts, truncation=True, max_length=longest))
         examples.append({**inputs, "labels": label})
     return examples
-
-
-def public_examples(tokenizer: Any, longest: int, script: RobertaArguments) -> list[Example] | None:
-    """Returns the texts of the public data set, if there is one: its first column of texts."""
-    if script.public_dataset is None:
-        return None
-    data = load_split("train", script.public_dataset, script.public_dataset)
-    columns = [name for name, kind in data.features.items() if kind.dtype == "string"]
-    if not columns:
-        raise ValueError(f"public_dataset={script.public_dataset!r} has no column of texts.")
-    rows = data[columns[0]][:PUBLIC_ROWS]
-    return [dict(tokenizer(text, truncation=True, max_length=longest)) for text in rows]
 
 
 class Collator:

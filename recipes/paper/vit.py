@@ -113,9 +113,6 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
     model = build_model(script, source.classes)
     config = model.config
     batches = Batches(config.image_size, config.num_channels, PIXEL_MEAN, PIXEL_STD)
-    public = None
-    if script.public_dataset is not None:
-        public = load_images(source, script.public_dataset)["train"]
     return Experiment(
         model=in_adapter(model, script, args, ["classifier"]),
         train=train,
@@ -125,7 +122,6 @@ def load(script: ViTArguments, args: DPGrapeTrainingArguments) -> Experiment:
         },
         splits={split: len(scored)},
         tokenizer=processor_of(batches),
-        public=public,
         notes=[
             f"{name}: images were stored as JPEG, which changes them a little"
             for name, images in data.items()

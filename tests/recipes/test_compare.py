@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,7 @@ def small(path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_comparison_is_rendered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny = partial(compare.DigitsArguments, hidden_size=16, num_hidden_layers=1)
-    monkeypatch.setattr(compare, "DigitsArguments", tiny)
+def test_a_comparison_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--config", str(small(tmp_path / "small.yaml")), "--output_dir", str(tmp_path / "out")]
     compare.main(words)
     first = capsys.readouterr().out

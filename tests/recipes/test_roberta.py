@@ -28,7 +28,6 @@ from transformers import (
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import flat
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.projections import principal_directions, projection_targets, synthetic_batches
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import roberta
@@ -383,21 +382,6 @@ def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, me
     result = main(roberta.FAMILY, words_of(folder, data, f"--method={method}"))
     assert result["privacy"]["private"] == (method != "adam")
     assert result["privacy"]["steps"] == 2
-
-
-@pytest.mark.slow
-def test_the_prompted_model_is_projected_on_directions_of_public_texts(
-    folder: Path, data: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "public").mkdir()
-    write(tmp_path / "public" / "train.jsonl", [{"text": f"{TEXT} {i}"} for i in range(6)])
-    others = ["--projection=principal", "--projection_rank=4"]
-    others.append(f"--public_dataset={tmp_path / 'public'}")
-    result = main(roberta.FAMILY, words_of(folder, data, *others))
-    assert result["privacy"]["steps"] == 2
-    run = Ledger.load(folder_of_run(data) / LEDGER_NAME)
-    assert run.mechanism.public_dataset == "list, 6 examples"
-    assert run.runs[-1].projection is not None
 
 
 def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer: Any) -> None:
