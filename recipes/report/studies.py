@@ -92,3 +92,12 @@ def subspace(records: Sequence[Mapping[str, Any]]) -> str:
             ]
             rows.append([f"{record['model']}, {record['data']}", sources[source], *cells])
     return table(["Model, data", "P from", "r = 4", "r = 16", "r = 64"], rows)
+
+
+def kernels(record: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the kernels that a step launches, and their ratio, of each model."""
+    rows = []
+    for name, counts in record.items():
+        plain, private = counts["adamw"], counts["dp_grape"]
+        rows.append([name, f"{plain:,}", f"{private:,}", f"{private / plain:.2f}"])
+    return table(["Model", "AdamW", "DP-GRAPE", "ratio"], rows)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.projections import Projector, Side, principal_directions
-from recipes.benchmark.kernels import Kernels
-from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import Calls, assert_gradients_equal, single_sample_gradients
 
 
 class Attention(nn.Module):
@@ -83,7 +82,7 @@ def test_one_tensor_is_projected_once_and_not_kept_afterwards() -> None:
     for projectors in (one, each):
         engine = make_engine("layerwise", model, squared)
         engine(inputs, projectors)
-        with (kernels := Kernels()):
+        with (calls := Calls()):
             engine(inputs, projectors)
-        counts.append(kernels.calls["addmm"])
+        counts.append(calls.of["addmm"])
     assert counts[1] - counts[0] == 2

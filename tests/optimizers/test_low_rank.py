@@ -17,11 +17,10 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import functions, make_engine
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam, projected as optimizer_module
 from dp_grape_hf.projections import ProjectionSchedule, Projector
-from recipes.benchmark.kernels import Kernels
 from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
-from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import Calls, assert_gradients_equal, single_sample_gradients
 
 Projectors = Mapping[str, Projector]
 RANK = 4
@@ -180,9 +179,9 @@ def test_a_layer_and_its_branch_share_what_both_need() -> None:
     for branches in ({}, updates.branches):
         engine.add_branches(branches)
         engine(inputs, projectors)
-        with (kernels := Kernels()):
+        with (calls := Calls()):
             engine(inputs, projectors)
-        found.append(kernels.calls)
+        found.append(calls.of)
     apart, together = found
     assert apart["add"] - together["add"] >= 3
     assert apart.total() - together.total() >= 10
