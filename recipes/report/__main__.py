@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from recipes.benchmark import memory, timing
+from recipes.benchmark import timing
 from recipes.common.markdown import score_text, table
 from recipes.common.runs import read_lines
 from recipes.common.sweep import Sweep
@@ -143,7 +143,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     },
     "membership": _of("attacks/results/membership.json", studies.membership),
     **{
-        f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", memory.as_markdown)
+        f"memory-{kind}": _of(f"benchmark/results/{kind}_*.json", studies.memory)
         for kind in ("dense", "packed", "sharded")
     },
     "scripts": _of(

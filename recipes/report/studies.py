@@ -1,4 +1,4 @@
-"""Render the tables of studies that are over: their code is in the history, their JSON here."""
+"""Render tables of results: of studies that are over, and of what ``dp-grape memory`` prints."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.common.markdown import mean_and_error, score_text, table
+from recipes.gpu_report.table import GIB
 
 
 def allocation(record: Mapping[str, Any]) -> str:
@@ -101,3 +102,25 @@ def kernels(record: Mapping[str, Mapping[str, int]]) -> str:
         plain, private = counts["adamw"], counts["dp_grape"]
         rows.append([name, f"{plain:,}", f"{private:,}", f"{private / plain:.2f}"])
     return table(["Model", "AdamW", "DP-GRAPE", "ratio"], rows)
+
+
+def memory(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table in GiB: a row for each method of each report, smaller models first."""
+    kinds = ["weights", "optimizer state", "projections", "saved activations", "temporary"]
+    titles = {"adamw": "AdamW", "dp_grape": "DP-GRAPE", "dp_lora": "DP-LoRA"}
+    rows = []
+    for report in sorted(reports, key=lambda report: report["parameters"]):
+        model = f"{report['model']}, {report['parameters'] / 1e6:,.0f} million parameters"
+        bits, processes = report.get("bits"), report.get("processes", 1)
+        for method, found in report["methods"].items():
+            title = titles.get(method, method)
+            if found["kinds"]["projections"]:
+                title += ", principal" * (report["projection"] == "principal")
+            if method != "adamw":
+                title += f", r = {report['rank']}"
+            title += f", {bits} bits" * bool(bits)
+            title += f", one of {processes} processes" * (processes > 1)
+            sizes = [*(found["kinds"][kind] for kind in kinds), found["peak"]]
+            batch = f"B = {report['batch_size']}, {report['length']}"
+            rows.append([model, batch, title, *(f"{size / GIB:.2f}" for size in sizes)])
+    return table(["Model", "Batch", "Step", *kinds, "peak"], rows)

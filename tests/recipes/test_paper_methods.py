@@ -1,5 +1,6 @@
 """The paper's comparisons against their definitions, and the suites that every method passes."""
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -130,13 +131,6 @@ def along_random_directions() -> Update:
     return update
 
 
-def test_galore_is_its_definition(tmp_path: Path) -> None:
-    found = run(tmp_path, "galore", **PLAIN, max_steps=7)
-    exact = {"max_grad_norm": float("inf"), "std": 0.0}
-    expected = definition(found[0], 7, along_singular_vectors(), **exact)
-    assert_same_steps(found[1:], expected, atol=2e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("method", ["adam", "lora"])
 def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None:
     """With PEFT, if it is LoRA."""
@@ -177,12 +171,14 @@ def test_a_method_that_is_not_private_says_so(method: str, tmp_path: Path) -> No
     [
         ({"bf16": True}, "mixed_precision='bf16' with method="),
         ({"perturbation": 1e-5}, "perturbation=1e-05 is below 0.0001"),
+        ({"perturbation": 0.0}, "perturbation=0.0 must be greater than 0"),
+        ({"perturbation": math.nan}, "perturbation=nan must be greater than 0"),
+        ({"n_directions": 0}, "n_directions=0 must be greater than 0"),
         ({"update_rule": "adam"}, "update_rule='adam' needs gradients"),
         ({"model": TinyForSequenceClassification().bfloat16()}, "Load the model in float32"),
     ],
-    ids=["autocast", "small steps", "adam", "bfloat16"],
 )
-def test_rounding_that_a_finite_difference_would_magnify_is_refused(
+def test_a_finite_difference_that_rounding_would_spoil_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PrivacyError, match=message):

@@ -21,7 +21,7 @@ from transformers import (
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import vit
-from recipes.paper.experiment import CONFIGS, accuracy, main, parse
+from recipes.paper.experiment import CONFIGS, main, parse
 from recipes.paper.images import Batches, Images, Source, load_images
 from recipes.paper.methods import METHODS
 from tests.support.experiments import killed
@@ -316,20 +316,6 @@ def test_class_token_and_position_table_may_be_frozen(tmp_path: Path, data: Path
         script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
         model = vit.build_model(script, classes=10)
         assert {name for name, p in model.named_parameters() if not p.requires_grad} == expected
-
-
-def test_accuracy_counts_every_image_once() -> None:
-    pixels, labels = random_arrays(23, (1, 8, 8), seed=3)
-    images = Images(torch.tensor(pixels), torch.tensor(labels.astype(np.int64)))
-    shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
-    model = ViTForImageClassification(ViTConfig(**shape, num_labels=10))
-    batches = Batches(size=8, channels=1, mean=0.5, std=0.5)
-    model.eval()
-    with torch.no_grad():
-        logits = model((torch.tensor(pixels).float() / 255 - 0.5) / 0.5).logits
-    expected = 100 * float((logits.argmax(1) == images.labels).float().mean())
-    for size in (1, 7, 23, 100):
-        assert accuracy(model.train(), images, batches, size) == pytest.approx(expected)
 
 
 # ---- Presets ----

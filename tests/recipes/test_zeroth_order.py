@@ -534,17 +534,6 @@ def test_an_update_needs_one_release_and_its_steps_directions() -> None:
         engine(small_batch(2), {})
 
 
-def test_a_value_out_of_range_is_refused_by_name() -> None:
-    model = small_model()
-    for name, value in (("perturbation", 0.0), ("perturbation", math.nan), ("n_directions", 0)):
-        with pytest.raises(PrivacyError, match=f"{name}={value}"):
-            small_engine(model, **{name: value})
-    directions = Directions(dict(model.named_parameters()), SEED)
-    for name, value in (("lr", -1.0), ("weight_decay", math.nan)):
-        with pytest.raises(ValueError, match=f"{name}={value}"):
-            ZerothOrderSGD(model.parameters(), directions, **{name: value})
-
-
 def test_projectors_are_refused() -> None:
     model = small_model()
     engine = small_engine(model)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import projection_seed_for, public_generator, row_blocks
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
@@ -29,14 +28,9 @@ class Directions:
         trainable: the parameters by name; a tied weight is one of them, and has one direction.
         seed: the public seed. All ranks draw the same, on devices of one type.
         count: K, how many directions a step has.
-
-    Raises:
-        PrivacyError: for a count below 1.
     """
 
     def __init__(self, trainable: Mapping[str, nn.Parameter], seed: int, count: int = 1) -> None:
-        if count < 1:
-            raise PrivacyError(f"n_directions={count} must be at least 1.")
         self.seed, self.count = seed, count
         self._names = {id(p): name for name, p in trainable.items()}
         self._kept: dict[tuple[str, int, int, torch.device], Tensor] = {}  # of one step

@@ -21,7 +21,6 @@ Shapes: B samples in the batch, K directions, d trainable parameters.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -61,7 +60,6 @@ class ZerothOrderEngine(QueryEngine):
         n_directions: K.
 
     Raises:
-        PrivacyError: for a value out of range.
         UnsupportedModelError: as in ``PerSampleEngine``.
     """
 
@@ -75,8 +73,6 @@ class ZerothOrderEngine(QueryEngine):
         n_directions: int = N_DIRECTIONS,
     ) -> None:
         super().__init__(model, loss)
-        if not 0 < perturbation < math.inf:
-            raise PrivacyError(f"{perturbation=} must be positive and finite; 1e-3 is usual.")
         self.perturbation, self.magnified = perturbation, 1 / perturbation
         self.directions = Directions(self.trainable, seed, n_directions)
         self.size = n_directions
@@ -174,9 +170,6 @@ class ZerothOrderSGD(torch.optim.Optimizer):
         *,
         rounding_seed: int = 0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value} is out of range: it must be at least 0.")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
         self.directions = directions
         self._rounding_seed = rounding_seed
