@@ -10,24 +10,15 @@ from typing import Any
 NOT_RUN, BLANK = "not run", ""
 
 
-def header(cells: Sequence[str]) -> list[str]:
-    """Return the first two lines of a table."""
-    return [row(cells), "|---" * len(cells) + "|"]
-
-
-def row(cells: Iterable[str]) -> str:
-    """Return a line of a table."""
-    return "| " + " | ".join(map(plain, cells)) + " |"
-
-
 def table(head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table."""
-    return "\n".join([*header(head), *map(row, rows)]) + "\n"
+    first, *others = ["| " + " | ".join(map(plain, cells)) + " |\n" for cells in (head, *rows)]
+    return "".join([first, "|---" * len(head) + "|\n", *others])
 
 
-def bullets(texts: Iterable[str]) -> list[str]:
+def bullets(texts: Iterable[str]) -> str:
     """Return a list."""
-    return [f"* {plain(text)}" for text in texts]
+    return "".join(f"* {plain(text)}\n" for text in texts)
 
 
 def plain(text: str) -> str:

@@ -29,7 +29,7 @@ from recipes.common.sweep import Sweep
 from recipes.digits import compare
 from recipes.gpu_report import table as gpu
 from recipes.paper import sweep
-from recipes.report import cards, checks, figures, front_page, hours, state, studies, tables
+from recipes.report import cards, checks, figures, front_page, hours, studies, tables
 from recipes.report.tables import CONFIGS, read_paper
 from recipes.report.tables_gpu import Measured
 from recipes.synthetic_text import card as synthetic_text
@@ -153,7 +153,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "synthetic-text": _of("synthetic_text/results/trec_*.json", synthetic_text.as_markdown),
     "models": _of(MATRIX, checks.model_families),
     "hours": lambda root: hours.by_sweep(_costs(root)),
-    "paper-tables": lambda root: state.of_tables(
+    "paper-tables": lambda root: tables.state(
         tables.our_cells(root / PAPER), _measured(root), read_paper()
     ),
     "paper-figures": figures.as_markdown,

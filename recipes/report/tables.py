@@ -9,7 +9,8 @@ not among them: the studies show those.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,10 @@ from recipes.common.markdown import (
     bullets,
     counted,
     difference,
-    header,
     headings,
     mean_and_error,
-    row,
     shown,
+    table,
 )
 from recipes.common.sweep import Sweep, first_score
 from recipes.paper import sweep
@@ -41,6 +41,12 @@ SWEEPS = (*sorted(CONFIGS.glob("printed_*.yaml")), CONFIGS / "aggzo.yaml")
 RANKS = "printed_roberta_rank"
 """Other ranks than those of the tables; of a figure."""
 BEST_EPOCH = ", best epoch, chosen on the test data"
+
+FORMULAS = {
+    "tab:alg-comp": "a comparison in words; what runs here is in [methods](#methods)",
+    "tab:memory-usage-comp": "formulas; `python -m recipes.paper.memory` computes them for a model",
+}
+"""The tables without measurements."""
 
 Spec = Mapping[str, Any]
 """A part of ``paper_tables.yaml``."""
@@ -76,17 +82,14 @@ def our_cells(results: Path) -> Cells:
 
 def render(ours: Cells, measured: Measured, paper: Spec) -> str:
     """Return all tables."""
-    lines = [
-        "# The paper's tables, and ours",
-        "",
-        "Rendered by `make tables`. Ours are means ± standard errors over runs, whose number is in "
-        "brackets, and how far they are above the paper's; one run has no error. No ε covers what "
-        "was chosen on a dev split.",
+    parts = [
+        "# The paper's tables, and ours\n\nRendered by `make tables`. Ours are means ± standard "
+        "errors over runs, whose number is in brackets, and how far they are above the paper's; "
+        "one run has no error. No ε covers what was chosen on a dev split.\n",
     ]
     for name, spec in paper["tables"].items():
-        lines += ["", *scores(spec, ours), "", *settings(spec, ours, paper["settings"][name])]
-    lines += ["", *timings(measured, paper), "", *memory(measured, paper)]
-    return "\n".join(lines) + "\n"
+        parts += [scores(spec, ours), settings(spec, ours, paper["settings"][name])]
+    return "\n".join([*parts, timings(measured, paper), memory(measured, paper)])
 
 
 def places_of(spec: Spec) -> list[tuple[str, str]]:
@@ -94,15 +97,14 @@ def places_of(spec: Spec) -> list[tuple[str, str]]:
     return [(column["task"], column.get("model", "")) for column in spec["columns"].values()]
 
 
-def scores(spec: Spec, ours: Cells) -> Iterator[str]:
-    """Yield a table of the paper, with our runs of the same cells beside it."""
+def scores(spec: Spec, ours: Cells) -> str:
+    """Return a table of the paper, with our runs of the same cells beside it."""
     places, nothing = places_of(spec), [None] * len(spec["columns"])
     printed = {(line["method"], line.get("epsilon")): line["values"] for line in spec["rows"]}
     own = {place: runs for place, runs in ours.items() if place[1:3] in places}
     for name, _, _, epsilon in own:
         printed.setdefault((name, epsilon), nothing)  # behind the paper's own
-    yield from (f"## {spec['title']}", "", f"The paper's `{spec['label']}`.", "")
-    yield from header(["Method", "ε", *headings(list(spec["columns"]))])
+    lines = []
     for (name, epsilon), values in printed.items():
         runs = [own.get((name, *place, epsilon), []) for place in places]
         found = [_mean(some, lambda result: first_score(result, "test")) for some in runs]
@@ -110,13 +112,15 @@ def scores(spec: Spec, ours: Cells) -> Iterator[str]:
             shown(mean, NOT_RUN) + difference(value, mean)
             for value, mean in zip(values, found, strict=True)
         ]
-        yield row([title_of(name), budget(epsilon), *beside([shown(v) for v in values], cells)])
+        theirs = [shown(value) for value in values]
+        lines.append([title_of(name), budget(epsilon), *beside(theirs, cells)])
         if spec.get("best_epoch") and any(runs):
             best = [shown(_mean(some, _best), NOT_RUN) for some in runs]
             blank = [BLANK] * len(best)
-            yield row([title_of(name) + BEST_EPOCH, budget(epsilon), *beside(blank, best)])
-    yield ""
-    yield from bullets([*spec["notes"], *origin([run for runs in own.values() for run in runs])])
+            lines.append([title_of(name) + BEST_EPOCH, budget(epsilon), *beside(blank, best)])
+    text = table(["Method", "ε", *headings(list(spec["columns"]))], lines)
+    notes = bullets([*spec["notes"], *origin([run for runs in own.values() for run in runs])])
+    return f"## {spec['title']}\n\nThe paper's `{spec['label']}`.\n\n{text}\n{notes}"
 
 
 def _mean(runs: Runs, score: Callable[[Mapping[str, Any]], float]) -> Score | None:
@@ -149,10 +153,9 @@ def _listed(values: Iterable[Any]) -> str:
     return ", ".join(str(value) for value in sorted({*values}))
 
 
-def settings(spec: Spec, ours: Cells, chosen: Spec) -> Iterator[str]:
-    """Yield the clipping bounds and learning rates of a table, the paper's and ours."""
-    yield from (f"Settings behind it; the paper's are of: {chosen['label']}.", "")
-    yield from header(["Method", "Setting", *headings(list(spec["columns"]))])
+def settings(spec: Spec, ours: Cells, chosen: Spec) -> str:
+    """Return the clipping bounds and learning rates of a table, the paper's and ours."""
+    lines = []
     for line in chosen["rows"]:
         method, name, cells = line["method"], line["setting"], []
         for place in places_of(spec):
@@ -160,4 +163,31 @@ def settings(spec: Spec, ours: Cells, chosen: Spec) -> Iterator[str]:
             found = sorted({result["settings"][name] for result in runs})
             cells.append(" / ".join(f"{value:g}" for value in found) or NOT_RUN)
         theirs = ["n/a" if value is None else f"{value:g}" for value in line["values"]]
-        yield row([title_of(method), name, *beside(theirs, cells)])
+        lines.append([title_of(method), name, *beside(theirs, cells)])
+    found = table(["Method", "Setting", *headings(list(spec["columns"]))], lines)
+    return f"Settings behind it; the paper's are of: {chosen['label']}.\n\n{found}"
+
+
+def state(ours: Cells, measured: Measured, paper: Spec) -> str:
+    """Returns a line for each table of the paper: how many of its numbers we have, too."""
+    rows = [[f"`{label}`", BLANK, said] for label, said in FORMULAS.items()]
+    for name, spec in paper["tables"].items():
+        places = places_of(spec)
+        wanted = {(r["method"], *p, r.get("epsilon")) for r, p in product(spec["rows"], places)}
+        found = len(wanted & ours.keys())
+        cells = f"{NOT_RUN}: " * (not found) + f"{found} of {len(wanted)} cells"
+        rows.append([f"`{spec['label']}`", spec["title"], cells])
+        label = paper["settings"][name]["label"]
+        if label.startswith("tab:"):
+            rows.append([f"`{label}`", "settings behind it", "in the printed sweeps"])
+    for label in dict.fromkeys(spec["label"] for spec in paper["timings"]):
+        own = [
+            measured.step(spec, line["method"])
+            for spec in paper["timings"]
+            for line in spec["rows"]
+            if spec["label"] == label
+        ]
+        here = sum(map(bool, own))
+        rows.append([f"`{label}`", "throughput and hours", f"{here} of {len(own)} rows measured"])
+    unique = {row[0]: row for row in rows}
+    return table(["The paper's", "What", "State"], unique.values())

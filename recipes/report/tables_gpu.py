@@ -6,11 +6,11 @@ numbers and, if it projects, the paper's rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from recipes.common.markdown import BLANK, NOT_RUN, beside, bullets, header, headings, row, shown
+from recipes.common.markdown import BLANK, NOT_RUN, beside, bullets, headings, shown, table
 from recipes.gpu_report.table import ADAMW, MATERIALISED
 from recipes.paper.methods import METHODS
 from recipes.paper.sweep import title_of
@@ -47,10 +47,9 @@ class Measured:
         return self.row(model, ADAMW if method == "adam" else METHODS[method].title)
 
 
-def timings(measured: Measured, paper: Spec) -> Iterator[str]:
-    """Yield throughput and hours, the paper's and ours."""
-    yield from ("## Throughput and hours", "")
-    yield from header(["Model", "Method", *headings(["samples/s", "hours"]), "measured with"])
+def timings(measured: Measured, paper: Spec) -> str:
+    """Return throughput and hours, the paper's and ours."""
+    rows = []
     for model in paper["timings"]:
         for line in model["rows"]:
             theirs = [shown(line[name], BLANK) for name in ("samples_per_second", "hours")]
@@ -62,18 +61,15 @@ def timings(measured: Measured, paper: Spec) -> Iterator[str]:
                     hours = line["steps"] * model["batch_size"] / rate / 3600
                     ours = [f"{rate:.1f}", f"{hours:.2g}"]
             names = [f"{model['model']} (`{model['label']}`)", title_of(line["method"])]
-            yield row([*names, *beside(theirs, ours), where])
-    yield ""
-    yield from bullets(paper["timing_notes"])
+            rows.append([*names, *beside(theirs, ours), where])
+    head = ["Model", "Method", *headings(["samples/s", "hours"]), "measured with"]
+    notes = bullets(paper["timing_notes"])
+    return f"## Throughput and hours\n\n{table(head, rows)}\n{notes}"
 
 
-def memory(measured: Measured, paper: Spec) -> Iterator[str]:
-    """Yield reserved memory and the share saved against DP-Adam: the paper's, ours, simulated."""
-    yield from ("## Memory", "", "Of all that a method takes:", "")
-    columns = headings(["GB", "saved against DP-Adam"])
-    yield from header(
-        ["Model", "Method", "B", *columns, "GB, simulated", "saved, simulated", "measured with"]
-    )
+def memory(measured: Measured, paper: Spec) -> str:
+    """Return reserved memory and the share saved against DP-Adam: the paper's, ours, simulated."""
+    rows = []
     for model in paper["memory_measured"]:
         for line in model["rows"]:
             title, size = line["title"], line["batch_size"]
@@ -91,13 +87,11 @@ def memory(measured: Measured, paper: Spec) -> Iterator[str]:
             peak = curves.get(ranked, {}).get(str(size))
             whole_peak = curves.get(MATERIALISED, {}).get(str(size))
             simulated = [f"{peak / GB:.1f}", _saved(peak, whole_peak)] if peak else [NOT_RUN, BLANK]
-            yield row([model["model"], title, str(size), *beside(theirs, ours), *simulated, where])
-    yield ""
-    yield from bullets(paper["memory_notes"])
-    yield (
-        "* `python -m recipes.paper.memory` simulates what a step of any model takes, and compares "
-        "it with the paper's formulas (`tab:memory-usage-comp`)."
-    )
+            cells = [*beside(theirs, ours), *simulated, where]
+            rows.append([model["model"], title, str(size), *cells])
+    head = ["Model", "Method", "B", *headings(["GB", "saved against DP-Adam"]), "GB, simulated"]
+    found = table([*head, "saved, simulated", "measured with"], rows)
+    return f"## Memory\n\nOf all that a method takes:\n\n{found}\n{bullets(paper['memory_notes'])}"
 
 
 def _saved(size: float, whole: float | None) -> str:

@@ -15,8 +15,7 @@ from recipes.paper import sweep
 from recipes.paper.experiment import parse
 from recipes.paper.methods import METHODS
 from recipes.paper.sweep import ZERO_SHOT
-from recipes.report.state import of_tables
-from recipes.report.tables import CONFIGS, our_cells, read_paper, render
+from recipes.report.tables import CONFIGS, our_cells, read_paper, render, state
 from recipes.report.tables_gpu import Measured
 from tests.support.experiments import made_up, rows
 
@@ -59,8 +58,8 @@ def test_our_mean_and_standard_error_are_shown_with_the_papers(tmp_path: Path) -
     assert rows(part, "| DP-GRAPE | 6")[0][:6] == ["DP-GRAPE", "6", *scores]
     assert rows(part, "| DP-GRAPE | max_grad_norm")[0][2:6] == ["0.5", "0.5", "20", "not run"]
     assert "* Ours 3 runs with the seeds 13, 21, 42; on cpu; torch 2.13.0" in part
-    state = of_tables(our_cells(tmp_path), Measured(), PAPER)
-    assert rows(state, "| `tab:roberta-fewshot-results`")[0][2] == "1 of 72 cells"
+    shares = state(our_cells(tmp_path), Measured(), PAPER)
+    assert rows(shares, "| `tab:roberta-fewshot-results`")[0][2] == "1 of 72 cells"
 
 
 def test_without_results_all_of_ours_is_not_run(tmp_path: Path) -> None:
