@@ -6,7 +6,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -23,6 +23,9 @@ from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.projections import Batches
 from dp_grape_hf.trainer import principal_adapter
 from recipes.paper.methods import METHODS, OPTIONS, PaperArguments
+
+NOISE = ("target_epsilon", "noise_multiplier")
+"""Options of which exactly one says how much noise there is."""
 
 
 def recorded(args: DPGrapeTrainingArguments) -> dict[str, Any]:
@@ -52,11 +55,23 @@ def spent_as_json(spent: PrivacySpent) -> dict[str, Any]:
     }
 
 
-def known_options(defaults: Mapping[str, Any], path: Path | str, *classes: type) -> None:
-    """Check that a file of defaults sets options of these dataclasses only."""
-    known = {f.name for cls in classes for f in fields(cls)}
-    if unknown := sorted(defaults.keys() - known):
+def set_defaults(parser: Any, defaults: dict[str, Any], path: Path | str, given: Any) -> None:
+    """Make options of a file defaults of a parser, less those that the command line contradicts.
+
+    Raises:
+        ValueError: for what is no option of the parser.
+    """
+    if unknown := sorted(defaults.keys() - {action.dest for action in parser._actions}):
         raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")
+    row = METHODS.get(given.method)
+    wrong = {"target_epsilon", "max_grad_norm"} if row is not None and not row.private else set()
+    for name, other in (NOISE, NOISE[::-1]):
+        if getattr(given, name) is not None:
+            wrong.add(other)
+    defaults = {name: value for name, value in defaults.items() if name not in wrong}
+    for action in parser._actions:
+        action.required &= action.dest not in defaults
+    parser.set_defaults(**defaults)
 
 
 def parsed(argv: Sequence[str] | None, config: Path | None, *classes: Any) -> Any:
@@ -73,11 +88,7 @@ def parsed(argv: Sequence[str] | None, config: Path | None, *classes: Any) -> An
     given = parser.parse_known_args(argv)[0]
     if given.config is not None:
         defaults = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
-        known_options(defaults, given.config, *classes)
-        row = METHODS.get(given.method)
-        if given.noise_multiplier is not None or (row is not None and not row.private):
-            defaults.pop("target_epsilon", None)  # which would contradict it
-        parser.set_defaults(**defaults)
+        set_defaults(parser, defaults, given.config, given)
     return parser.parse_args_into_dataclasses(argv)[: len(classes)]
 
 

@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -45,16 +45,14 @@ from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 from dp_grape_hf.projections import synthetic_batches
-from recipes.common.provenance import known_options, origin, recorded, spent_as_json, with_adapter
+from recipes.common.provenance import origin, recorded, set_defaults, spent_as_json, with_adapter
 from recipes.common.runs import append_line, read_lines
-from recipes.paper.methods import METHODS, PaperArguments
+from recipes.paper.methods import PaperArguments
 from recipes.paper.metrics import metric
 
 CONFIGS = Path(__file__).with_name("configs")
 UNKNOWN = "unknown"
 """What a preset says of a setting that its source does not tell."""
-NOISE = ("target_epsilon", "noise_multiplier")
-LORA_INITS = ("random", "principal")
 KEPT: Mapping[str, Any] = {"save_strategy": "steps", "save_steps": 0.1, "save_total_limit": 1}
 """Where ``--save_model`` is given, stands in place of what a preset says; steps are of all."""
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # the new and the old name
@@ -99,16 +97,14 @@ class ExperimentArguments:
         default=None, help="A regular expression; parameters with such names are not trained."
     )
     lora_rank: int = HfArg(default=16, help="The rank of the adapter, of methods that train one.")
-    lora_init: str = HfArg(
+    lora_init: Literal["random", "principal"] = HfArg(
         default="random",
         help="What the adapter's A starts with: random numbers, or principal: the principal "
         "directions of what the layers are given when the model reads synthetic inputs.",
     )
 
     def __post_init__(self) -> None:
-        """Refuse another start of the adapter, and to save what is not trained."""
-        if self.lora_init not in LORA_INITS:
-            raise ValueError(f"lora_init={self.lora_init!r} must be one of: {LORA_INITS}.")
+        """Refuse to save what is not trained."""
         if self.save_model and self.zero_shot:
             raise ValueError("save_model=True, zero_shot=True: nothing is trained. Drop one.")
 
@@ -352,21 +348,11 @@ def parse(
     known = {f.name for f in fields(PaperArguments)}
     if CHECKPOINTING[0] not in known and CHECKPOINTING[0] in preset:  # transformers before 5.20
         preset[CHECKPOINTING[1]] = preset.pop(CHECKPOINTING[0])
-    known_options(preset, path, family.script, PaperArguments)
-    row = METHODS.get(first.method)
-    if row is not None and not row.private:  # a budget or a clip would contradict it
-        for name in ("target_epsilon", "max_grad_norm"):
-            preset.pop(name, None)
-    for name, other in (NOISE, NOISE[::-1]):  # of which exactly one says how much noise there is
-        if getattr(first, name) is not None:
-            preset.pop(other, None)
     if first.zero_shot:
         preset = {name: value for name, value in preset.items() if value != UNKNOWN}
-    for action in parser._actions:  # what the preset has need not be given
-        if action.dest in preset:
-            action.required = False
     missing = object()
-    parser.set_defaults(**{k: missing if v == UNKNOWN else v for k, v in preset.items()})
+    asked_for = {k: missing if v == UNKNOWN else v for k, v in preset.items()}
+    set_defaults(parser, asked_for, path, first)
     given = vars(parser.parse_known_args(words)[0])
     if asked := sorted(name for name, value in given.items() if value is missing):
         options = " ".join(f"--{name}" for name in asked)

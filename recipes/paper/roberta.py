@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from datasets import ClassLabel, Dataset
@@ -51,7 +51,6 @@ from recipes.paper.roberta_prompts import (
 )
 
 PROMPT, CLASSIFICATION, MEAN = "prompt", "classification", "mean"
-HEADS = (PROMPT, CLASSIFICATION, MEAN)
 SPLIT_NOTE = (
     "The few-shot split is drawn by the paper's rule from the rows of another copy of the data, in "
     "another order: the same distribution, not the same examples."
@@ -65,7 +64,7 @@ Example = dict[str, Any]
 class RobertaArguments(ExperimentArguments):
     """What is trained, on how much."""
 
-    head: str = HfArg(
+    head: Literal["prompt", "classification", "mean"] = HfArg(
         default=PROMPT,
         help=f"{PROMPT}: a masked language model fills in a template, as in the paper. "
         f"{CLASSIFICATION}: a new head on the texts alone, for any encoder, where the model "
@@ -86,8 +85,6 @@ class RobertaArguments(ExperimentArguments):
 
 def load(script: RobertaArguments, args: DPGrapeTrainingArguments) -> Experiment:
     """Returns the experiment: the task's few-shot split, and the model."""
-    if script.head not in HEADS:
-        raise ValueError(f"head={script.head!r} must be one of: {', '.join(HEADS)}.")
     if script.zero_shot and script.head != PROMPT:
         raise ValueError(f"zero_shot=True needs head={PROMPT!r}: a new head knows nothing yet.")
     if script.save_model and script.head == MEAN:
