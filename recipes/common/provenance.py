@@ -59,7 +59,7 @@ def set_defaults(parser: Any, defaults: dict[str, Any], path: Path | str, given:
     """Make options of a file defaults of a parser, less those that the command line contradicts.
 
     Raises:
-        ValueError: for what is no option of the parser.
+        ValueError: for a name that is not an option of the parser.
     """
     if unknown := sorted(defaults.keys() - {action.dest for action in parser._actions}):
         raise ValueError(f"{path} sets {unknown}, which are no options of this recipe.")

@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def loaded(argv: Sequence[str] | None) -> tuple[Any, DPGrapeTrainingArguments, Experiment]:
-    """Load what a command line trains: that of a recipe, with ``--family``."""
+    """Load the experiment of a command line of a recipe, with ``--family`` before it."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--family", choices=("roberta", "opt", "vit"), required=True)
     chosen, words = first.parse_known_args(argv)
