@@ -68,6 +68,7 @@ class Setting:
         bands: number of steps over which noise is correlated; kept noise is optimizer state.
         processes: number of processes that share the weights (FSDP2), each with its own physical
             batch; the peak is of one process.
+        redraws: whether each step makes P anew, which takes most memory.
     """
 
     method: str = DP_GRAPE
@@ -79,6 +80,7 @@ class Setting:
     grad_sample_mode: str = GradSampleMode.AUTO
     bands: int = 1
     processes: int = 1
+    redraws: bool = True
 
     def arguments(self) -> DPGrapeTrainingArguments:
         """Return the arguments of a run with noise, without options that its method does not have.
@@ -100,7 +102,7 @@ class Setting:
             learning_rate=1e-3,  # given, so that no choice is made
             per_device_train_batch_size=self.batch_size,
             projection_rank=self.rank,
-            projection_update_steps=1,  # a step that makes P anew takes most memory
+            projection_update_steps=1 if self.redraws else None,
             grad_sample_mode=self.grad_sample_mode,
             report_to="none",
             **given,

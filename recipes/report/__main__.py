@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from recipes.benchmark import timing
+from recipes.benchmark import kernels, timing
 from recipes.common.markdown import score_text, table
 from recipes.common.runs import read_lines
 from recipes.common.sweep import Sweep
@@ -125,7 +125,7 @@ TABLES: Mapping[str, Callable[[Path], str]] = {
     "pairs-head": _of("studies/results/pairs_head.json", studies.pairs_head),
     "benchmark": _of("benchmark/results/cpu*.json", timing.as_markdown),
     "benchmark-compiled": _of("benchmark/results/compiled_*.json", timing.as_markdown),
-    "benchmark-kernels": _of("benchmark/results/kernels.json", studies.kernels),
+    "benchmark-kernels": _of("benchmark/results/kernels.json", kernels.as_markdown),
     "benchmark-lora": _of("benchmark/results/lora_*.json", timing.as_markdown),
     "benchmark-launches": _of("benchmark/results/launches_*.json", timing.as_markdown),
     "benchmark-principal": _of("benchmark/results/principal_*.json", timing.as_markdown),

@@ -95,15 +95,6 @@ def subspace(records: Sequence[Mapping[str, Any]]) -> str:
     return table(["Model, data", "P from", "r = 4", "r = 16", "r = 64"], rows)
 
 
-def kernels(record: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the kernels that a step launches, and their ratio, of each model."""
-    rows = []
-    for name, counts in record.items():
-        plain, private = counts["adamw"], counts["dp_grape"]
-        rows.append([name, f"{plain:,}", f"{private:,}", f"{private / plain:.2f}"])
-    return table(["Model", "AdamW", "DP-GRAPE", "ratio"], rows)
-
-
 def memory(reports: Sequence[Mapping[str, Any]]) -> str:
     """Return a table in GiB: a row for each method of each report, smaller models first."""
     kinds = ["weights", "optimizer state", "projections", "saved activations", "temporary"]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recipes.benchmark import (
     __main__ as benchmark,
+    kernels,
     methods as benchmark_methods,
     timing as benchmark_timing,
 )
@@ -174,3 +175,28 @@ def test_adapters_and_correlated_noise_are_measured() -> None:
     names = ["adamw", "adamw_lora", "dp_lora", "dp_grape_correlated"]
     results = measure(TINY, names, rounds=1, warmup=1, device=CPU)
     assert all("rounds" in result for result in results.values())
+
+
+@pytest.mark.slow
+def test_kernels_are_counted_for_each_method(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A layer more has kernels more, and its examples do not change their number."""
+    tiny = Setting(hidden_size=32, layers=1, batch_size=4, length=8, vocab_size=50, rank=2)
+    models = {
+        "tiny": (tiny, False),
+        "more examples": (replace(tiny, batch_size=8), False),
+        "deeper": (replace(tiny, layers=2), False),
+        "16 bits": (replace(tiny, dtype="bfloat16"), False),
+        "autocast": (tiny, True),
+    }
+    monkeypatch.setattr(kernels, "MODELS", models)
+    found = kernels.main(["--json", str(tmp_path / "kernels.json")])
+    assert json.loads((tmp_path / "kernels.json").read_text()) == found
+    for method in ("adamw", "dp_grape"):
+        assert found["more examples"][method] == found["tiny"][method]
+        assert found["deeper"][method] > found["tiny"][method]
+    assert found["16 bits"]["adamw"] == found["tiny"]["adamw"] < found["autocast"]["adamw"]
+    ratio_of = {name: own["dp_grape"] / own["adamw"] for name, own in found.items()}
+    assert ratio_of["autocast"] < ratio_of["tiny"] < ratio_of["16 bits"]
+    assert f"| {ratio_of['tiny']:.2f} |" in capsys.readouterr().out
