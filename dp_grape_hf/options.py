@@ -49,6 +49,11 @@ FACTORS = Range(
     "a mapping of name patterns to factors that are positive and finite, or its JSON, like "
     '{"classifier": 20}',
 )
+# Outside of this range, squared float32 gradients would underflow to 0 or overflow to infinity.
+GRADIENT_FACTORS = FACTORS._replace(
+    needed="a mapping of name patterns to factors from 1e-06 to 1e+06, or its JSON",
+    holds=lambda v: all(1e-6 <= factor <= 1e6 for factor in v.values()),
+)
 COUNT = Range(int, "at least 1, and at most 10**15", lambda v: 1 <= v <= 10**15)
 SEED = Range(int, "0 or greater", lambda v: v >= 0)
 POSITIVE = Range(float, "greater than 0, and finite", lambda v: 0 < v < math.inf)
@@ -107,7 +112,7 @@ def read(name: str, value: Any) -> Any:
         return None
     try:
         parsed = _READERS[kind](value) if kind in _READERS else value
-    except (ValueError, TypeError, AttributeError, OverflowError):
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         raise PrivacyError(f"{name}={value!r} must be {_IN_WORDS[kind]}.") from None
     require(isinstance(parsed, kind) and holds(parsed), f"{name}={parsed!r} must be {needed}.")
     return parsed
@@ -272,7 +277,7 @@ OPTIONS: dict[str, Option] = {
         'Factors of the learning rate by name patterns, such as `{"classifier": 20}` for a new '
         "head (JSON on the command line). Costs no privacy.",
     ),
-    "gradient_factors": FACTORS.option(
+    "gradient_factors": GRADIENT_FACTORS.option(
         "Factors of gradients before the clip, by name patterns, undone after the noise "
         '([mechanism](../mechanism/README.md)). `{"classifier": 4}` gives the head more of C and '
         "a quarter of the noise (JSON on the command line). Costs no privacy.",

@@ -418,7 +418,7 @@ class PrivacyPlan:
         """Return how many more releases the budget allows; infinite without a target epsilon."""
         if self.args.target_epsilon is None or ledger is None:
             return math.inf
-        *before, now = ledger.sessions
+        *before, now = ledger.runs[-1].sessions
         budget = self._mechanism.counted([self.steps]) - self._mechanism.counted(before)
         return min(self.steps - ledger.steps, budget - now)
 

@@ -39,7 +39,7 @@ def in_words(ledger: Ledger, delta: float | None) -> str:
     budget = "none" if target is None else f"epsilon {target:g}"
     return "\n".join(
         [
-            f"run {ledger.run_id}, started {ledger.started_at}",
+            f"run {ledger.run_id}, started {ledger.runs[-1].start.at}",
             "software: " + ", ".join(f"{k} {v}" for k, v in sorted(ledger.versions.items())),
             "",
             table({"Budget": budget, **rows_of(ledger)}.items()),

@@ -325,19 +325,6 @@ def _built(cls: type[Any], content: Any, where: str, may_miss: Collection[str]) 
     The fields in ``may_miss`` may be missing and are then ``None``. Errors begin with ``where``.
     """
     names = {f.name for f in fields(cls)}
-    require_keys(content, names, where, may_miss)
-    content = dict.fromkeys(names.intersection(may_miss)) | content
-    for f in fields(cls):
-        if content[f.name] == "Infinity" and float in kinds_of(f):
-            content[f.name] = math.inf
-    try:
-        return cls(**content)
-    except PrivacyError as error:
-        raise PrivacyError(f"{where}: {error}") from error
-
-
-def require_keys(content: Any, names: set[str], where: str, may_miss: Collection[str] = ()) -> None:
-    """Refuse JSON data that are not an object with exactly these names."""
     require(isinstance(content, dict), f"{where}={content!r} must be an object.")
     for name in sorted(content.keys() ^ names):
         if name in content:
@@ -346,6 +333,14 @@ def require_keys(content: Any, names: set[str], where: str, may_miss: Collection
                 "it. Read the file with the version of dp_grape_hf that wrote it."
             )
         require(name in may_miss, f"{where}: {name} is missing.")
+    content = dict.fromkeys(names.intersection(may_miss)) | content
+    for f in fields(cls):
+        if content[f.name] == "Infinity" and float in kinds_of(f):
+            content[f.name] = math.inf
+    try:
+        return cls(**content)
+    except PrivacyError as error:
+        raise PrivacyError(f"{where}: {error}") from error
 
 
 # ---- The chain of entries ----

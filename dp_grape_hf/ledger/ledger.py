@@ -262,11 +262,6 @@ class Ledger:
         return self.runs[-1].start.run_id
 
     @property
-    def started_at(self) -> str:
-        """The time at which this run began, in UTC, to the second."""
-        return self.runs[-1].start.at
-
-    @property
     def versions(self) -> dict[str, str]:
         """The versions of the software that this run began with, by package."""
         return dict(self.runs[-1].start.versions)
@@ -275,11 +270,6 @@ class Ledger:
     def steps(self) -> int:
         """Number of releases of this run."""
         return self.runs[-1].steps
-
-    @property
-    def sessions(self) -> tuple[int, ...]:
-        """Number of releases in each session: from the start, or a resumption, to the next one."""
-        return tuple(self.runs[-1].sessions)
 
     @property
     def updates(self) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from dp_grape_hf.accounting import Adjacency, Releases
 from dp_grape_hf.errors import Choice, require
-from dp_grape_hf.options import BOUND, COUNT, OPTIONS, POSITIVE
+from dp_grape_hf.options import BOUND, COUNT, OPTIONS, POSITIVE, read
 
 SECURE, BANDED = "secure", "banded"
 EXAMPLE = "example"  # the privacy unit if no column is given
@@ -53,32 +53,12 @@ _HINTS = {
 
 _ROUNDING = 1e-12
 
-# Outside of this range, squared float32 gradients would underflow to 0 or overflow to infinity.
-_LEAST_FACTOR, _LARGEST_FACTOR = 1e-6, 1e6
-
-
-def _parsed(text: str) -> Any:
-    """Return the value of a JSON text; ``None`` if the text is not JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _are_factors(text: str) -> bool:
-    factors = _parsed(text)
-    return (
-        isinstance(factors, dict)
-        and factors != {}
-        and all(
-            type(f) in (int, float) and _LEAST_FACTOR <= f <= _LARGEST_FACTOR
-            for f in factors.values()
-        )
-    )
-
 
 def _are_coefficients(text: str) -> bool:
-    coefficients = _parsed(text)
+    try:
+        coefficients = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
     return (
         isinstance(coefficients, list)
         and len(coefficients) > 1
@@ -94,12 +74,6 @@ _COEFFICIENTS = {
     "valid": (
         "JSON of two numbers or more, the first positive, with an L2 norm of at most 1",
         _are_coefficients,
-    )
-}
-_FACTORS = {
-    "valid": (
-        f"JSON that maps name patterns to factors from {_LEAST_FACTOR:g} to {_LARGEST_FACTOR:g}",
-        _are_factors,
     )
 }
 _GONE = "Read the ledger with the version of dp_grape_hf that wrote it"
@@ -215,12 +189,13 @@ class Mechanism(Record):
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)
     public_dataset: str | None = None
-    gradient_factors: str | None = field(default=None, metadata=_FACTORS)
+    gradient_factors: str | None = None
     clipped_apart: str | None = None
     chosen: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        read("gradient_factors", self.gradient_factors)
         require(
             (self.noise == BANDED) == (self.coefficients is not None),
             f"noise={self.noise!r} contradicts coefficients={self.coefficients!r}.",

@@ -19,7 +19,6 @@ from dp_grape_hf.ledger.entries import (
     decoded,
     encoded,
     is_digest,
-    require_keys,
     runs_of,
     with_releases,
 )
@@ -52,12 +51,12 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
         content = Path(path).read_bytes()
         first, *lines = content.split(b"\n")
         if first != _FIRST_LINE:
-            return _of_version_1(_json(first if _is_json(first) else content))
+            return _of_version_1(content.decode("utf-8"))
         require(bool(lines), "it ends after its first line.")
         *complete, torn = lines
         links: list[Link] = []
         for number, line in enumerate(complete, 1):
-            link = _link(_json(line), number)
+            link = _link(_STRICT.decode(line.decode("utf-8")), number)
             if links and counts_on(links[-1].entry, link.entry):
                 links.pop()
             links.append(link)
@@ -68,22 +67,14 @@ def read_links(path: str | Path) -> tuple[Link, ...]:
         raise PrivacyError(f"{error}.") from error
 
 
-def _json(text: bytes) -> Any:
-    """Return the value of a JSON text. NaN and Infinity become texts, which no number accepts."""
-    return json.loads(text.decode("utf-8"), parse_constant=repr, object_pairs_hook=_object)
-
-
-def _is_json(text: bytes) -> bool:
-    with suppress(ValueError, RecursionError):
-        json.loads(text)
-        return True
-    return False
-
-
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     require(len(content) == len(pairs), f"a name occurs twice in {[name for name, _ in pairs]}.")
     return content
+
+
+_STRICT = json.JSONDecoder(parse_constant=repr, object_pairs_hook=_object)
+"""NaN and Infinity become texts, which no number accepts."""
 
 
 def _with_torn(links: Sequence[Link], torn: bytes) -> tuple[Link, ...]:
@@ -96,15 +87,16 @@ def _with_torn(links: Sequence[Link], torn: bytes) -> tuple[Link, ...]:
     return extended
 
 
-def _of_version_1(content: Any) -> tuple[Link, ...]:
+def _of_version_1(text: str) -> tuple[Link, ...]:
+    content, end = _STRICT.raw_decode(text)  # of another version, perhaps only the first line
     version = content.get("schema_version") if isinstance(content, dict) else None
     require(
         type(version) is int and version == 1,
         f"schema_version={version!r} is unknown; this version reads 1 and {FILE_VERSION}. "
         "Read the file with the version of dp_grape_hf that wrote it.",
     )
-    require_keys(content, {"schema_version", "entries"}, "ledger")
-    entries = content["entries"]
+    require(not text[end:].strip(), f"{text[end:].strip()[:80]!r} follows its end.")
+    entries = content.get("entries")
     require(isinstance(entries, list), f"entries={entries!r} must be a list.")
     return tuple(_link(entry, number) for number, entry in enumerate(entries, 1))
 

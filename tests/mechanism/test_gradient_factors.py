@@ -203,5 +203,5 @@ def test_secure_noise_is_rounded_before_the_division() -> None:
     ids=lambda text: text[:20],
 )
 def test_factors_that_float32_does_not_bear_are_refused(text: str) -> None:
-    with pytest.raises(PrivacyError, match=r"gradient_factors='.*must be JSON"):
+    with pytest.raises(PrivacyError, match=r"gradient_factors=.*must be a mapping"):
         make_private(Given(head=(3,)), gradient_factors=text)

@@ -187,7 +187,7 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
     whole = math.ceil(24 / bands)
     left = (whole - math.ceil(5 / bands)) * bands
     ledger = Ledger.load(tmp_path / LEDGER_NAME)
-    assert ledger.sessions == (5, min(19, left))
+    assert ledger.runs[-1].sessions == [5, min(19, left)]
     assert ledger.composed[0].counted == whole
     assert ledger.epsilon() == stopped.plan._curve.epsilon(24) <= 8.0
     assert resumed.privacy_spent().epsilon == ledger.epsilon()
