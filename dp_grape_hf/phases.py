@@ -1,6 +1,7 @@
 """The phases of a step, an observer of them, and a progress bar for work before the first step.
 
-The memory simulation, timers and tests refer to the parts of a step by these names.
+The memory simulation, timers and tests refer to the parts of a step by these names. In the
+simulation, the CPU stands for a GPU.
 """
 
 from __future__ import annotations
@@ -39,6 +40,26 @@ class Observer:
 
 
 _NOTHING = nullcontext()
+
+# ---- The device of a step ----
+
+_is_simulated: ContextVar[bool] = ContextVar("is_simulated", default=False)
+
+
+def is_cpu(device: Any) -> bool:
+    """Return whether a ``torch.device`` is a CPU that does not stand for a GPU."""
+    return device.type == "cpu" and not _is_simulated.get()
+
+
+@contextmanager
+def simulated_gpu() -> Iterator[None]:
+    """Let the CPU stand for a GPU: code that chooses by ``is_cpu`` does what it does on a GPU."""
+    token = _is_simulated.set(True)
+    try:
+        yield
+    finally:
+        _is_simulated.reset(token)
+
 
 # ---- Before the first step ----
 

@@ -38,7 +38,7 @@ from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.gradients.plans import Branch, Plans
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of
 from dp_grape_hf.gradients.rules import RECOMPUTABLE
-from dp_grape_hf.phases import BACKWARD
+from dp_grape_hf.phases import BACKWARD, is_cpu
 from dp_grape_hf.projections import Projector
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class LayerwiseEngine(PerSampleEngine):
     ) -> None:
         super().__init__(model, loss, grad_sample_mode)
         if recompute_activations is None:
-            recompute_activations = self.device.type != "cpu"
+            recompute_activations = not is_cpu(self.device)
         again = RECOMPUTABLE if recompute_activations else ()
         self._activations = [module for module in model.modules() if type(module) in again]
         self._sites = Sites(model, self._names)

@@ -24,7 +24,6 @@ from dp_grape_hf.mechanism.collation import (
     repeatable_seeds as repeatable_seeds,
     secret_seeds as secret_seeds,
 )
-from dp_grape_hf.mechanism.noise import NOISE_SLICE as NOISE_SLICE
 from dp_grape_hf.mechanism.release import PrivateMechanism as PrivateMechanism
 from dp_grape_hf.mechanism.sampling import (
     EmptyDrawDataset as EmptyDrawDataset,

@@ -112,7 +112,6 @@ class BandedNoise:
         std: float,
         generator: torch.Generator,
         divisor: float,
-        at_once: int | None = None,
     ) -> None:
         """Make each value ``(value + w) / divisor`` in place.
 
@@ -121,7 +120,6 @@ class BandedNoise:
             std: standard deviation of z, before the division; 0 adds no noise.
             generator: as in ``add_noise_``.
             divisor: a constant.
-            at_once: as in ``add_noise_``.
         """
         self.steps += 1
         if std:
@@ -129,20 +127,18 @@ class BandedNoise:
             sizes = [len(value) for value in flat]
             if self._ring is None:
                 self._ring = flat[0].new_zeros(len(self._others), sum(sizes))
-            noise = self._next(self._ring, std, generator, at_once)
+            noise = self._next(self._ring, std, generator)
             torch._foreach_add_(flat, list(noise.split(sizes)))
         torch._foreach_div_(list(values), divisor)
 
-    def _next(
-        self, ring: Tensor, std: float, generator: torch.Generator, at_once: int | None
-    ) -> Tensor:
+    def _next(self, ring: Tensor, std: float, generator: torch.Generator) -> Tensor:
         """Return the next w; it overwrites the oldest w, which no later step needs."""
         oldest = self.steps % len(ring)
         ages = [(oldest - row - 1) % len(ring) for row in range(len(ring))]  # 0 of the newest
         weights = ring.new_tensor([-self._others[age] / self._first for age in ages])
         for part in ring.split(_PART, dim=1):
             part[oldest] = weights @ part
-        add_noise_([ring[oldest]], std / self._first, generator, 1.0, at_once)
+        add_noise_([ring[oldest]], std / self._first, generator)
         return ring[oldest]
 
 

@@ -27,6 +27,7 @@ from itertools import chain
 import torch
 
 from dp_grape_hf.mechanism.streams import SecretGenerator
+from dp_grape_hf.phases import is_cpu
 
 SECURE_DRAWS = 4  # 2n of Holohan and Braghin, n = 2
 _GRID_BITS = 12  # the grid is at most 2**-12 of the noise's standard deviation
@@ -112,8 +113,7 @@ _DRAWS = 2  # independent draws that add up to one noise value; see ``add_noise_
 _SLICE = 2**15  # numbers per operation on a CPU; torch starts no threads for so few
 _LEAST_PER_THREAD = 2**17  # numbers; starting a thread for fewer takes longer than it saves
 _DRAWN_BY_A_THREAD = 2**17  # numbers per call; with fewer, threads mostly wait for each other
-NOISE_SLICE = 2**24
-"""How many numbers get noise in one call on a device other than the CPU."""
+_GPU_SLICE = 2**24  # numbers that get noise in one call on a device other than the CPU
 
 
 def add_noise_(
@@ -121,7 +121,6 @@ def add_noise_(
     std: float,
     generator: torch.Generator,
     divisor: float = 1.0,
-    at_once: int | None = None,
 ) -> None:
     """Make each value ``(value + N(0, std^2)) / divisor`` in place.
 
@@ -142,7 +141,6 @@ def add_noise_(
         std: standard deviation of the noise, before the division; 0 adds no noise.
         generator: the noise stream.
         divisor: a constant.
-        at_once: how many numbers get noise in one call; None for the device's default.
 
     Guarantee:
         No two numbers share noise. An error in any thread is raised here.
@@ -150,8 +148,8 @@ def add_noise_(
     if std == 0:
         torch._foreach_div_(list(values), divisor)
         return
-    cpu = generator.device.type == "cpu"
-    at_once = at_once or (_SLICE if cpu else NOISE_SLICE)
+    cpu = is_cpu(generator.device)
+    at_once = _SLICE if cpu else _GPU_SLICE
     parts = [part for v in values for part in v.view(-1).split(at_once) if len(part)]
     if isinstance(generator, SecretGenerator):
         _add_secret_noise_(parts, std, generator, divisor)
@@ -159,7 +157,7 @@ def add_noise_(
         for part in parts:  # small enough to stay in the cache
             part.add_(torch.empty_like(part).normal_(0, std, generator=generator)).div_(divisor)
     else:
-        add_noise_at_once_(parts, std, [generator], divisor, NOISE_SLICE)
+        add_noise_at_once_(parts, std, [generator], divisor, at_once)
 
 
 def _add_secret_noise_(
@@ -173,7 +171,7 @@ def _add_secret_noise_(
     for part in parts:
         shares[position * threads // max(1, total)].append(part)
         position += len(part)
-    at_once = _DRAWN_BY_A_THREAD if cpu else NOISE_SLICE
+    at_once = _DRAWN_BY_A_THREAD if cpu else _GPU_SLICE
     draws = SECURE_DRAWS if generator.secure else _DRAWS
     streams = generator.streams(threads * draws)
 

@@ -58,7 +58,6 @@ class PrivateMechanism:
             separately, and the gradient factors.
         noise_generator: the secret noise stream, on the parameters' device.
         distributed: whether the processes of the default process group share each batch.
-        noise_slice: as ``at_once`` in ``add_noise_``.
 
     Clipping:
         ``flat`` clips the norm over all parameters to C. ``automatic`` scales every gradient by
@@ -91,7 +90,6 @@ class PrivateMechanism:
         ledger: Ledger,
         noise_generator: torch.Generator,
         distributed: bool = False,
-        noise_slice: int | None = None,
     ) -> None:
         facts = ledger.mechanism
         self.per_sample = per_sample
@@ -106,7 +104,7 @@ class PrivateMechanism:
             "gradient_factors", facts.factors_by_pattern, per_sample.released_shapes({})
         )
         self.ledger = ledger
-        self._noise_generator, self._noise_slice = noise_generator, noise_slice
+        self._noise_generator = noise_generator
         self._banded = BandedNoise(facts.bands) if facts.noise == BANDED else None
         self.turns = Turns(1 if self._banded is None else len(facts.bands))
         self._distributed = distributed
@@ -225,7 +223,7 @@ class PrivateMechanism:
         std = self._summed_noise_std if adds_noise else 0.0
         divisor = self.expected_batch_size
         add_ = add_noise_ if self._banded is None else self._banded.add_
-        add_(values, std, self._noise_generator, divisor, self._noise_slice)
+        add_(values, std, self._noise_generator, divisor)
         if self._distributed:
             sum_over_processes_(values)
         for name, value in private_grads.in_runs(self._runs).items():

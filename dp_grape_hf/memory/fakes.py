@@ -22,19 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf.phases import simulated_gpu
 
 
 @contextmanager
 def fake_tensors(gpu: bool = True) -> Iterator[None]:
     """Make every new tensor a fake one on the CPU, with a shape and a type but no memory.
 
-    A fake GPU needs a build of torch for GPUs. So tensors are on a fake CPU, and the two functions
-    that need a different amount of memory on a GPU are replaced by the kernels of CUDA: attention,
-    which stores no T x T matrix, and dropout, whose mask has one byte per number. Function modes
-    cannot replace them: they do not see a backward pass, which may compute activations again.
+    A fake GPU needs a build of torch for GPUs. So tensors are on a fake CPU, which stands for a GPU
+    (``phases.simulated_gpu``). The two functions that need a different amount of memory on a GPU
+    are replaced by the kernels of CUDA: attention, which stores no T x T matrix, and dropout, whose
+    mask has one byte per number. Function modes cannot replace them: they do not see a backward
+    pass, which may compute activations again.
 
     Args:
-        gpu: whether to replace these two functions.
+        gpu: whether the CPU stands for a GPU.
 
     Raises:
         UnsupportedModelError: if a shape depends on the contents of a tensor.
@@ -52,6 +54,7 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             stack.enter_context(replaced(FakeTensor, "numpy", _numpy))
             stack.enter_context(replaced(torch.utils, "swap_tensors", torch._C._swap_tensor_impl))
             if gpu:
+                stack.enter_context(simulated_gpu())
                 attention = partial(_attention, functional.scaled_dot_product_attention)
                 stack.enter_context(replaced(functional, "dropout", _dropout))
                 stack.enter_context(replaced(functional, "scaled_dot_product_attention", attention))

@@ -26,7 +26,7 @@ from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.gradients import GradSampleMode, Inputs
 from dp_grape_hf.ledger import BANDED, Ledger
-from dp_grape_hf.mechanism import NOISE_SLICE, LogicalBatch
+from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
 from dp_grape_hf.memory.processes import first_of
 from dp_grape_hf.memory.timeline import (
@@ -40,7 +40,6 @@ from dp_grape_hf.memory.timeline import (
     Footprint,
     Timeline,
 )
-from dp_grape_hf.optimizers import GPU_BLOCK, ProjectedOptimizer
 from dp_grape_hf.phases import BACKWARD, FORWARD, PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
 from dp_grape_hf.sharding import is_sharded, reshard, shard_
@@ -177,7 +176,6 @@ class Step:
         inputs: a batch, labels included.
         setting: the setting of the step; the model has its dtype and gradient checkpointing.
         timeline: records allocations.
-        gpu: whether a CPU recomputes activations and splits noise and updates as a GPU does.
 
     Attributes:
         optimizer: the optimizer of the method.
@@ -190,7 +188,6 @@ class Step:
     inputs: Inputs
     setting: Setting
     timeline: Timeline = field(default_factory=Timeline)
-    gpu: bool = False
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -234,18 +231,14 @@ class Step:
         """Return the run that the Trainer makes from the same arguments."""
         setting, timeline = self.setting, self.timeline
         args, private = setting.arguments(), METHODS[setting.method].private
-        options: dict[str, Any] = {"recompute_activations": True} if self.gpu else {}
-        run = PrivateRun(args, self.model, observer=_Watch(timeline), **options)
+        run = PrivateRun(args, self.model, observer=_Watch(timeline))
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
         if setting.bands > 1 and private:
             coefficients = json.dumps([setting.bands**-0.5] * setting.bands)
             mechanism = replace(mechanism, noise=BANDED, coefficients=coefficients)
         ledger = Ledger.start(mechanism, reason="a simulation")
-        noise = torch.Generator(run.per_sample.device)
-        run.start(ledger, noise, NOISE_SLICE if self.gpu else None)
+        run.start(ledger, torch.Generator(run.per_sample.device))
         optimizer = self.optimizer = run.make_optimizer()
-        if isinstance(optimizer, ProjectedOptimizer) and self.gpu:
-            optimizer.numbers_at_once = GPU_BLOCK
         run.store_updates_separately()
         with timeline:  # allocates the optimizer's state
             run.step(0, LogicalBatch([], []))
@@ -295,6 +288,6 @@ def simulate(
             name: value.to(setting.dtype) if value.is_floating_point() else value
             for name, value in batch(setting.batch_size).items()
         }
-        step = Step(model, inputs, setting, timeline, gpu)
+        step = Step(model, inputs, setting, timeline)
         step.run()
         return timeline.peak()  # before the step's tensors are freed

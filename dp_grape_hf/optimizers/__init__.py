@@ -9,7 +9,6 @@ trained parameter once.
 from dp_grape_hf.optimizers.groups import require_each_once as require_each_once
 from dp_grape_hf.optimizers.low_rank import LowRankUpdates as LowRankUpdates
 from dp_grape_hf.optimizers.projected import (
-    GPU_BLOCK as GPU_BLOCK,
     ProjectedAdam as ProjectedAdam,
     ProjectedOptimizer as ProjectedOptimizer,
 )

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.rules import UPDATE_RULES
+from dp_grape_hf.phases import is_cpu
 from dp_grape_hf.projections import (
     Projector,
     is_short,
@@ -39,7 +40,7 @@ from dp_grape_hf.projections import (
 from dp_grape_hf.sharding import full_tensor, gathered, local, local_rows, rows_here, spread
 
 _BLOCK = 2**20  # elements of a weight that have a float32 copy at a time, on a CPU
-GPU_BLOCK = 2**24
+_GPU_BLOCK = 2**24
 """Elements of a weight that have a float32 copy at a time on a GPU, enough to hide the launch."""
 _CHANGE, _VALUE = "change", "value"  # keys of a weight's state
 
@@ -154,8 +155,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
         self.changes = LowRankChanges() if keep_changes else None
         self._rounding_seed = rounding_seed
-        self.numbers_at_once: int | None = None
-        """Elements of a weight that have a float32 copy at a time; None: depends on the device."""
         self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         # Projectors of separately stored updates
@@ -501,7 +500,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         Each block has a number that seeds its rounding, which does not depend on the sharding.
         """
         group = self.param_groups[0]  # saved state that does not belong to one weight
-        most = self.numbers_at_once or (_BLOCK if weight.device.type == "cpu" else GPU_BLOCK)
+        most = _BLOCK if is_cpu(weight.device) else _GPU_BLOCK
         numbered = list(enumerate(row_blocks(weight, most), group.get("rounded", 0) + 1))
         if is_short(weight):
             group["rounded"] = numbered[-1][0] if numbered else group.get("rounded", 0)

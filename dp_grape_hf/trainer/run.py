@@ -97,7 +97,6 @@ class PrivateRun:
         public_inputs: makes the inputs on which principal directions are measured; synthetic
             inputs if None.
         clipped_apart: the module, if any, whose parameters have a separate clipping bound.
-        **engine_options: more options of the per-sample engine.
 
     Attributes:
         rate_factors, gradient_factors: parameter name -> factor, where it is not 1.
@@ -124,10 +123,9 @@ class PrivateRun:
         observer: Observer | None = None,
         public_inputs: Batches | None = None,
         clipped_apart: str | None = None,
-        **engine_options: Any,
     ) -> None:
         self.args, self.model = args, model
-        self.per_sample = _per_sample(args, model, loss, engine_options)
+        self.per_sample = _per_sample(args, model, loss)
         if observer is not None:
             self.per_sample.observer = observer
         self._checked_engine = self.per_sample  # ``start`` adds spot checks
@@ -195,14 +193,12 @@ class PrivateRun:
         self,
         ledger: Ledger,
         noise_generator: torch.Generator,
-        noise_slice: int | None = None,
     ) -> None:
         """Make the mechanism, and begin with the present weights.
 
         Args:
             ledger: records the private updates.
             noise_generator: the secret generator of the noise, on the parameters' device.
-            noise_slice: as in ``PrivateMechanism``.
         """
         self.signal = Signal(ledger.mechanism.bands)
         if METHODS[self.args.method].query is None:
@@ -213,7 +209,6 @@ class PrivateRun:
             ledger=ledger,
             noise_generator=noise_generator,
             distributed=group_size() > 1,
-            noise_slice=noise_slice,
         )
 
     def _with_spot_checks(self, head: str | None) -> SpotCheckedEngine:
@@ -441,7 +436,7 @@ class PrivateRun:
 
 
 def _per_sample(
-    args: DPGrapeArguments, model: nn.Module, loss: LossFunction | None, options: dict[str, Any]
+    args: DPGrapeArguments, model: nn.Module, loss: LossFunction | None
 ) -> PerSampleEngine:
     """Return the engine: for per-sample gradients, or for the vectors of a plug-in.
 
@@ -457,10 +452,11 @@ def _per_sample(
                 "whose vectors are not examined. Derive the engine from QueryEngine."
             )
         return engine
+    options: dict[str, Any] = {}
     if args.torch_compile:
         rows = args.per_device_train_batch_size
         how = Compilation(rows, args.torch_compile_backend, args.torch_compile_mode)
-        options = options | {"compilation": how}
+        options["compilation"] = how
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
 
 

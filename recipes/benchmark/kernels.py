@@ -75,7 +75,7 @@ def count(model: Setting, autocast: bool, method: str) -> int:
         if autocast:
             built.forward = torch.autocast("cpu", torch.bfloat16)(built.forward)
         inputs = model.inputs()
-        step = Step(built, inputs, setting, gpu=True)
+        step = Step(built, inputs, setting)
         step.run()
         with Kernels() as kernels:
             step.run()
