@@ -19,10 +19,6 @@ from dp_grape_hf.publishing.card import (
     renewed as renewed,
 )
 from dp_grape_hf.publishing.configs import json_of as json_of
-from dp_grape_hf.publishing.file_checks import (
-    ABSENT as ABSENT,
-    MISMATCH as MISMATCH,
-)
 from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     digest as digest,
@@ -34,6 +30,8 @@ from dp_grape_hf.publishing.statement import (
     rows_of as rows_of,
 )
 from dp_grape_hf.publishing.verification import (
+    ABSENT as ABSENT,
+    MISMATCH as MISMATCH,
     SECOND_OPINION as SECOND_OPINION,
     verify as verify,
 )

@@ -5,23 +5,34 @@ card, the digests of the chain and of the files.
 
 Guarantee:
     A change of one part alone is noticed. The parts are an entry of the ledger, a file that was
-    saved with the model (see ``file_checks``), the statement of the card, the claim in its
-    metadata, and its tag. The statement is compared byte for byte, except for line ends. The rest
-    of the card and the name of an adapter's base model are not checked. Ledgers of version 0.1 have
-    digests of the weights and an adapter's config only, so other files are not checked.
+    saved with the model, the statement of the card, the claim in its metadata, and its tag. Each
+    other file with a name of weights, anywhere in the folder, is reported too. So is each config
+    that makes a loader read files whose digests are not in the ledger, or run code. Folders with a
+    separate ledger are not checked. The statement is compared byte for byte, except for line ends.
+    The rest of the card and the name of an adapter's base model are not checked. Ledgers of version
+    0.1 have digests of the weights and an adapter's config only, so other files are not checked.
     A consistent change of all parts is not noticed: a new ledger with new digests, a new card and
     new weights. A ``head`` that was noted elsewhere shows such a change too.
 """
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
 
 from dp_grape_hf.accounting import DEFAULT, AccountantFailure, rounded_up
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
-from dp_grape_hf.publishing.configs import json_of
-from dp_grape_hf.publishing.file_checks import ABSENT, MISMATCH, OK, Check, of_the_files
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Weights
+from dp_grape_hf.publishing.configs import BASE, CODE, WEIGHTS, json_of, sent_elsewhere
+from dp_grape_hf.publishing.model_files import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    digest,
+    files_in,
+    is_weights,
+)
 from dp_grape_hf.publishing.statement import (
     LAST_DIGITS,
     METADATA,
@@ -38,12 +49,26 @@ from dp_grape_hf.publishing.statement import (
     without_guarantee,
 )
 
+OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
+
 # Relative and absolute tolerance. The bounds of two accountants differ by less, and claims of older
 # versions may be 0.01 higher.
 _BETWEEN_ACCOUNTANTS = 0.02
 
 SECOND_OPINION = "(second opinion)"
 """Marks a bound on epsilon by an accountant that is not the ledger's accountant."""
+
+
+class Check(NamedTuple):
+    """One comparison of a stated value with the value found.
+
+    ``status`` is `OK`, `MISMATCH`, or `ABSENT` if there is nothing to compare.
+    """
+
+    what: str
+    status: str
+    stated: str
+    found: str
 
 
 def verify(place: Path, *, delta: float | None = None, head: str | None = None) -> list[Check]:
@@ -80,7 +105,7 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
         _of_the_guarantee(card, reasons),
         *_of_epsilon(ledger, delta, card, spent),
         _of_the_card(ledger, card, spent, reasons),
-        *of_the_files(ledger, folder),
+        *_of_the_files(ledger, folder),
         *_of_the_updates(ledger, folder),
     ]
 
@@ -218,6 +243,87 @@ def _of_the_card(
     if spent is None:
         return Check(what, ABSENT, f"ε = {epsilon}", "not known here, see above; all else agrees")
     return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is not checked")
+
+
+# ---- The files ----
+
+_CONFIG = re.compile(r"config.*\.json$|\.index\.json$")
+_ELSEWHERE = {
+    CODE: "code, which may load anything and is not in the ledger",
+    WEIGHTS: "makes loaders read a file that is not in the ledger",
+}
+_GENERATE = "custom_generate/generate.py"  # transformers runs it if trust_remote_code is set
+
+
+def _of_the_files(ledger: Ledger, folder: Path | None) -> Iterator[Check]:
+    """Compare the files of a folder with the digests in its ledger."""
+    if folder is None:
+        yield Check("weights", ABSENT, "-", "a file was given, not a folder")
+        return
+    files, others = files_in(folder)
+    saved = ledger.saved
+    recorded = saved[-1].files if saved else {}
+    files |= {name: folder / name for name in recorded if (folder / name).is_file()}  # linked files
+    yield from _of_the_digests(saved, recorded, files)
+    if CONFIG in files and CONFIG not in recorded:
+        found = "not in the ledger; version 0.1 recorded digests of weights only"
+        yield Check(CONFIG, ABSENT, "-", found)
+    for name, path in files.items():
+        if _CONFIG.search(path.name):
+            yield from _of_a_config(PurePosixPath(name), json_of(path), recorded)
+    if _GENERATE in files:
+        yield Check(_GENERATE, MISMATCH, "-", "code, which is not in the ledger")
+    if others:
+        found = "each has a separate ledger: verify it by its path"
+        yield Check("other folders", ABSENT, ", ".join(others), found)
+
+
+def _of_the_digests(
+    saved: list[Weights], recorded: Mapping[str, str], files: Mapping[str, Path]
+) -> Iterator[Check]:
+    now = {n: digest(files[n]) for n in files if n in recorded or is_weights(n)}
+    places = {PurePosixPath(name).parent for name in now if is_weights(name)}
+    # Two saves of the same model may differ: a published one has no local paths.
+    saves = [entry.files for entry in saved if entry.updates == saved[-1].updates]
+    for name in sorted(recorded.keys() | now.keys()):
+        weights = is_weights(name)
+        what = f"weights: {name}" if weights else name
+        stated = recorded[name][:12] if name in recorded else "unknown to the ledger"
+        if name not in now:
+            part = weights and PurePosixPath(name).parent in places  # other weights are here
+            yield Check(what, MISMATCH if part else ABSENT, stated, "no such file here")
+        elif any(files_then.get(name) == now[name] for files_then in saves):
+            yield Check(what, OK, now[name][:12], now[name][:12])
+        else:
+            yield Check(what, MISMATCH, stated, now[name][:12])
+    if not any(map(is_weights, {**recorded, **now})):
+        yield Check("weights", ABSENT, "-", "no weight files, and none recorded")
+
+
+def _of_a_config(path: PurePosixPath, content: Any, recorded: Mapping[str, str]) -> Iterator[Check]:
+    """Report the entries of a config that make a loader read other weights or run code."""
+    entries = content if isinstance(content, dict) else {}
+    for key, value, to in sent_elsewhere(content):
+        yield Check(f"{path}: {key}", MISMATCH, _short(value), _ELSEWHERE[to])
+    if "weight_map" in entries:
+        sent = entries["weight_map"]
+        parts = sent.values() if isinstance(sent, dict) else [sent]
+        other = {str(part) for part in parts if f"{path.parent / str(part)}" not in recorded}
+        if other:
+            found = "not among the weights of the ledger"
+            yield Check(f"{path}: weight_map", MISMATCH, _short(sorted(other)), found)
+    if path.name == ADAPTER_CONFIG:
+        same_folder = [n for n in map(PurePosixPath, recorded) if n.parent == path.parent]
+        if not any("adapter_model." in known.name for known in same_folder):
+            found = "makes loaders load an adapter"
+            yield Check(f"{path}", MISMATCH, "unknown to the ledger", found)
+        found = "the ledger records the adapter, and not the weights of its base model"
+        yield Check(f"{path}: base", ABSENT, _short(entries.get(BASE)), found)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 # ---- The trainer ----

@@ -44,7 +44,7 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.publishing import file_checks, hub, model_files
+from dp_grape_hf.publishing import hub, model_files, verification
 from dp_grape_hf.publishing.model_files import is_weights
 from dp_grape_hf.trainer import collators, inputs_by_form, mixin, overlap, remembered
 
@@ -454,16 +454,16 @@ def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
         found, others = model_files.files_in(folder)
         return {name: found[name] for name in found if "/" not in name}, others
 
-    patch.setattr(file_checks, "files_in", files_in)
+    patch.setattr(verification, "files_in", files_in)
 
 
 def _configs_unread(patch: pytest.MonkeyPatch) -> None:
-    original = file_checks._of_the_digests
+    original = verification._of_the_digests
 
-    def of_weights(saved: Any, *digests: Mapping[str, str]) -> Iterator[file_checks.Check]:
-        return original(saved, *({n: d[n] for n in d if is_weights(n)} for d in digests))
+    def of_weights(saved: Any, *files: Mapping[str, Any]) -> Iterator[verification.Check]:
+        return original(saved, *({n: each[n] for n in each if is_weights(n)} for each in files))
 
-    patch.setattr(file_checks, "_of_the_digests", of_weights)
+    patch.setattr(verification, "_of_the_digests", of_weights)
 
 
 def _every_rank(rank: int) -> Apply:
@@ -669,7 +669,7 @@ BROKEN: dict[str, Apply] = {
         remembered, "was_trained", lambda model: False
     ),
     "verify takes all that is called optimizer for a trainer's": _with(
-        file_checks,
+        verification,
         "is_weights",
         lambda name: is_weights(name) and not Path(name).name.startswith("optimizer."),
     ),

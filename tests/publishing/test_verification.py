@@ -629,14 +629,6 @@ def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
     assert _wrong(verify(whole)) == ["model.safetensors.index.json: weight_map"]
 
 
-def test_a_copy_of_known_weights_is_known(whole: Path) -> None:
-    (whole / "copies").mkdir()
-    shutil.copy(whole / WEIGHTS, whole / "copies" / "same.safetensors")
-    checks = {check.what: check for check in verify(whole)}
-    assert _wrong([*checks.values()]) == []
-    assert checks["weights: copies/same.safetensors"].found.endswith(f", as {WEIGHTS}")
-
-
 def test_other_tensors_that_were_saved_with_a_model_are_known(whole: Path) -> None:
     """By a trainer of somebody's own; loaders do not take them, unless a config says so."""
     save_file({"scale": torch.ones(1)}, whole / "head.safetensors", metadata={"format": "pt"})
