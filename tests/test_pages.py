@@ -36,13 +36,9 @@ import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     RobertaConfig,
     TrainerCallback,
     trainer,
@@ -55,6 +51,7 @@ from dp_grape_hf.cli.main import COMMANDS, main
 from tests.support.hub_server import TOKEN, serve_as_the_hub
 from tests.support.marks import slow_but
 from tests.support.methods import OURS
+from tests.support.sft import SPECIAL, WORDS, llama, tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -127,16 +124,9 @@ def transcript_of(text: str) -> Iterator[tuple[list[str], str]]:
 
 # ---- What a page takes for granted ----
 
-WORDS = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(24))]
-SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": len(WORDS)}
+VOCABULARY = len(SPECIAL) + len(WORDS)
+SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
 Prelude = Callable[[], dict[str, Any]]
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<unk>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=words, **names)
 
 
 def classifier() -> BertForSequenceClassification:
@@ -145,7 +135,7 @@ def classifier() -> BertForSequenceClassification:
 
 
 def sentences(num_samples: int) -> Dataset:
-    ids = torch.randint(4, len(WORDS), (num_samples, 8))
+    ids = torch.randint(4, VOCABULARY, (num_samples, 8))
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": (ids[:, 0] % 2).tolist()})
 
 
@@ -180,8 +170,7 @@ def saved_run_and_base() -> dict[str, Any]:
 def causal_model() -> dict[str, Any]:
     """A language model in ``my-model``, and data for it."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "max_position_embeddings": 40}
-    LlamaForCausalLM(LlamaConfig(**SMALL, **sizes, pad_token_id=0)).save_pretrained("my-model")
+    llama().save_pretrained("my-model")
     tokenizer().save_pretrained("my-model")
     rows = [{"prompt": f"w{i % 24}", "completion": f" w{(i + 1) % 24}"} for i in range(64)]
     return {"prompts_and_completions": Dataset.from_list(rows)}

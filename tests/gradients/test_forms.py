@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dp_grape_hf.gradients import Dense, PerSampleGradient
-from dp_grape_hf.gradients.forms import Factored, GradientSum, Single, SparseRows, add, inner
+from dp_grape_hf.gradients.forms import Factored, GradientSum, Single, SparseRows, add
 from tests.support.gradients import COLS, FORMS, ROWS, B, factored, materialised
 
 
@@ -40,15 +40,6 @@ def test_norm_and_sum_equal_the_dense_gradients_in_float32(
     check(GradientSum(parts), materialised(GradientSum(parts)))
     for part in parts:
         check(part, materialised(part))
-
-
-@pytest.mark.parametrize("left", FORMS)
-@pytest.mark.parametrize("right", FORMS)
-def test_inner_products_are_exact_and_symmetric(left: str, right: str) -> None:
-    a, b = FORMS[left](positions=3), FORMS[right](positions=8)
-    expected = (materialised(a) * materialised(b)).sum((1, 2))
-    torch.testing.assert_close(inner(a, b), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(inner(b, a), expected, rtol=1e-5, atol=1e-4)
 
 
 @each_combination

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
@@ -20,7 +18,12 @@ from dp_grape_hf.projections import ProjectionSchedule, Projector
 from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
-from tests.support.oracles import Calls, assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import (
+    Calls,
+    Largest,
+    assert_gradients_equal,
+    single_sample_gradients,
+)
 
 Projectors = Mapping[str, Projector]
 RANK = 4
@@ -294,19 +297,6 @@ def test_no_two_roundings_share_their_coins() -> None:
         assert all((some != other).sum() > 50 for other in ups[:i])
 
 
-class LargestFloat32(TorchDispatchMode):
-    """Notes the largest float32 tensor that is made."""
-
-    size = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        sizes = [t.numel() for t in made if t.dtype in (torch.float32, torch.int32)]
-        self.size = max([self.size, *sizes])
-        return result
-
-
 @pytest.mark.parametrize("projected", [True, False])
 def test_no_float32_copy_of_a_whole_weight_is_made(
     projected: bool, monkeypatch: pytest.MonkeyPatch
@@ -322,13 +312,13 @@ def test_no_float32_copy_of_a_whole_weight_is_made(
     weight = model[0].weight
     gradient = torch.randn(shapes[0] if shapes else (300, 64), generator=generator)
     goal = exact(model, optimizer, projectors)["0.weight"]
-    with LargestFloat32() as largest:
+    with Largest(torch.float32, torch.int32) as largest:
         if projected:
             updates.merge_()
         else:
             optimizer.receive({weight: gradient})
             optimizer.step()
-    assert largest.size <= 2000
+    assert largest.numbers <= 2000
     if projected:
         assert ((weight.float() - goal).abs() < spacing(goal)).all()
 

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import (
@@ -23,6 +22,7 @@ from dp_grape_hf.projections.probes import LENGTHS, first_texts, natural_noise
 from tests.models.zoo import WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.models import ROWS, row
+from tests.support.oracles import Largest
 
 RANK = 8
 SPEECH = {str(row): row for row in rows(WIDE)}["Wav2Vec2, classification of waves"]
@@ -103,20 +103,10 @@ def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> No
 
 
 def test_no_matrix_of_the_width_squared_is_made() -> None:
-    sizes = []
-    wide = nn.Linear(2000, 2)
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            out = func(*args, **(kwargs or {}))
-            sizes.extend(o.numel() for o in tree_leaves(out) if isinstance(o, Tensor))
-            return out
-
-    with Sizes():
-        principal_directions(wide, {"weight": 4}, lambda: [{"input": torch.randn(8, 2000)}])
-    assert max(sizes) < 2000 * 100
+    wide, inputs = nn.Linear(2000, 2), torch.randn(8, 2000)
+    with Largest() as largest:
+        principal_directions(wide, {"weight": 4}, lambda: [{"input": inputs}])
+    assert largest.numbers < 2000 * 100
 
 
 def test_few_inputs_of_a_layer_are_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

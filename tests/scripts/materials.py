@@ -91,14 +91,6 @@ def _text(chance: random.Random, least: int = 6, most: int = 14) -> str:
     return " ".join(chance.choices(WORDS, k=chance.randint(least, most)))
 
 
-def _classified(chance: random.Random, index: int) -> dict[str, Any]:
-    return {"sentence": _text(chance), "label": index % 2}
-
-
-def _plain(chance: random.Random, index: int) -> dict[str, Any]:
-    return {"text": _text(chance)}
-
-
 def _question(chance: random.Random, index: int) -> dict[str, Any]:
     context = _text(chance, 12, 34 if index % 6 == 0 else 20).split()
     first = chance.randrange(len(context) - 2)
@@ -144,8 +136,8 @@ def _translated(chance: random.Random, index: int) -> dict[str, Any]:
 
 Row = Callable[[random.Random, int], dict[str, Any]]
 ROWS: Mapping[str, Row] = {
-    "classified": _classified,
-    "plain": _plain,
+    "classified": lambda chance, index: {"sentence": _text(chance), "label": index % 2},
+    "plain": lambda chance, index: {"text": _text(chance)},
     "questions": _question,
     "tagged": _tagged,
     "choices": _choice,

@@ -15,6 +15,7 @@ from dp_grape_hf.mechanism import Streams
 from recipes.paper.methods import METHODS
 from tests.support.oracles import single_sample_gradients
 from tests.support.trainers import (
+    OF_HOST,
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
@@ -133,18 +134,7 @@ def plain_trainer(
     """Trains with the Trainer of transformers on all of the data at every step."""
     data, watch = data or points(), watch or Watch()
     settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"} | settings
-    args = TrainingArguments(
-        str(folder),
-        per_device_train_batch_size=len(data),
-        max_steps=steps,
-        max_grad_norm=0.0,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
-        **settings,
-    )
+    settings |= {"per_device_train_batch_size": len(data), "max_steps": steps, "logging_steps": 1}
+    args = TrainingArguments(str(folder), max_grad_norm=0.0, **OF_HOST, **settings)
     Trainer(model, args, train_dataset=data, callbacks=[watch]).train()
     return watch.weights

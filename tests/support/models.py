@@ -31,16 +31,16 @@ from transformers import (
 
 from tests.models.zoo import (
     BERT,
-    FIRST_WORD,
+    FIRST_WORD as FIRST_WORD,
     GPT2,
-    HEADS,
-    IGNORED,
-    LABELS,
+    HEADS as HEADS,
+    IGNORED as IGNORED,
+    LABELS as LABELS,
     LLAMA,
     OPT,
-    PAD,
+    PAD as PAD,
     VIT,
-    VOCABULARY,
+    VOCABULARY as VOCABULARY,
     WIDE,
     Batch,
     Row,
@@ -49,25 +49,6 @@ from tests.models.zoo import (
     rows,
     texts,
 )
-
-__all__ = [
-    "CASES",
-    "FIRST_WORD",
-    "HEADS",
-    "IGNORED",
-    "LABELS",
-    "PAD",
-    "ROWS",
-    "TYPICAL",
-    "VOCABULARY",
-    "Batch",
-    "Case",
-    "Row",
-    "build",
-    "only",
-    "row",
-    "texts",
-]
 
 
 @dataclass(frozen=True)

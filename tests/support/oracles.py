@@ -88,18 +88,20 @@ def assert_exact(
 
 
 class Largest(TorchDispatchMode):
-    """Notes the most numbers that a tensor in memory had."""
+    """Notes the most numbers that a tensor in memory had, of some types if they are given."""
 
-    numbers = 0
+    def __init__(self, *dtypes: torch.dtype) -> None:
+        super().__init__()
+        self.dtypes, self.numbers = dtypes, 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor):
+            if isinstance(tensor, Tensor) and (not self.dtypes or tensor.dtype in self.dtypes):
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
-                self.numbers = max(self.numbers, size)
+                self.numbers = max(self.numbers, min(size, tensor.numel()))  # of views, theirs
         return output
 
 

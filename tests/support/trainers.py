@@ -116,16 +116,16 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 # ---- Trainers ----
 
 
-QUIET: dict[str, Any] = {
-    "target_delta": 1e-3,
-    "accountant": "rdp",
+OF_HOST: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
     "use_cpu": True,
     "dataloader_pin_memory": False,
 }
-"""Arguments of a quiet run on the CPU, which chooses all that is not given."""
+"""Arguments of any quiet run on the CPU."""
+QUIET = OF_HOST | {"target_delta": 1e-3, "accountant": "rdp"}
+"""Those of a private run that chooses all that is not given."""
 DEFAULTS = QUIET | {
     "per_device_train_batch_size": 4,
     "max_steps": 4,

@@ -30,6 +30,7 @@ from tests.support.sft import (
 )
 from tests.support.trainers import (
     EXACT,
+    OF_HOST,
     Examples,
     Watch,
     assert_same_weights,
@@ -88,20 +89,13 @@ A host divides by the words of a batch: all texts to learn have as many.
 @pytest.mark.parametrize("host", slow_but(("seq2seq",), ORIGINALS))
 def test_without_noise_and_projection_it_trains_as_the_original(host: str, tmp_path: Path) -> None:
     cls, arguments, parts = ORIGINALS[host]
-    settings: dict[str, Any] = {"max_steps": 3, "report_to": "none", "save_strategy": "no"}
-    settings |= {"disable_tqdm": True, "use_cpu": True, **QUIET}
     own = parts()
-    size = {"per_device_train_batch_size": len(own["train_dataset"])}
-    args = arguments(
-        str(tmp_path / "plain"),
-        max_grad_norm=0.0,
-        dataloader_pin_memory=False,
-        **size | settings,
-    )
+    settings = {"max_steps": 3, "per_device_train_batch_size": len(own["train_dataset"])} | QUIET
+    args = arguments(str(tmp_path / "plain"), max_grad_norm=0.0, **OF_HOST, **settings)
     reading = {} if host == "seq2seq" else {"processing_class": tokenizer()}
     plain = cls(args=args, **own, **reading)
     plain.train()
-    exact = EXACT | settings | size
+    exact = EXACT | settings
     private = HOSTS[host](tmp_path / "private", projection="identity", **parts() | exact)
     private.train()
     expected = weights_of(plain.model)

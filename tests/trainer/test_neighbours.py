@@ -28,6 +28,7 @@ from transformers import (
 from dp_grape_hf import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.checks import spot_checks
 from dp_grape_hf.mechanism import Streams
+from tests.models.zoo import BERT, GPT2, build
 from tests.support.collators import longest_first, tokenizer
 from tests.support.trainers import Examples, make_trainer, spy_releases
 
@@ -39,28 +40,17 @@ Example = dict[str, Any]
 
 
 def bert(kind: Any = BertForSequenceClassification, dropout: float = 0.0) -> nn.Module:
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=WORDS, hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=32, num_labels=3, hidden_dropout_prob=dropout, pad_token_id=1,
-        attention_probs_dropout_prob=dropout, max_position_embeddings=64, initializer_range=0.3,
-    )  # fmt: skip
-    model = kind(config)
-    with torch.no_grad():
-        model.classifier.weight.mul_(20)
+    drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    sizes = {"num_hidden_layers": 1, "max_position_embeddings": 64, "initializer_range": 0.3}
+    model = build(kind, BertConfig, BERT, **drops, **sizes)
+    model.classifier.weight.data.mul_(20)
     return model
 
 
 def gpt2() -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=WORDS, n_embd=WIDTH, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, num_labels=3,
-        pad_token_id=1, bos_token_id=2, eos_token_id=2,
-    )  # fmt: skip
-    model = GPT2ForSequenceClassification(config)
-    with torch.no_grad():
-        model.score.weight.mul_(20)
+    sizes = {"n_layer": 1, "n_positions": 64, "num_labels": 3}
+    model = build(GPT2ForSequenceClassification, GPT2Config, GPT2, **sizes)
+    model.score.weight.data.mul_(20)
     return model
 
 
