@@ -148,12 +148,7 @@ def own_script() -> dict[str, Any]:
 def saved_run() -> dict[str, Any]:
     """A private run that was saved in ``out``."""
     args = DPGrapeTrainingArguments(
-        output_dir="out",
-        eps=8.0,
-        delta=1e-3,
-        max_steps=STEPS,
-        report_to="none",
-        disable_tqdm=True,
+        output_dir="out", eps=8.0, delta=1e-3, max_steps=STEPS, report_to="none", disable_tqdm=True
     )
     run = DPGrapeTrainer(model=classifier(), args=args, train_dataset=sentences(64))
     run.train()

@@ -332,9 +332,7 @@ def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
 
 
 @pytest.mark.parametrize("accountant", slow_but({"pld", "rdp"}, ACCOUNTANTS))
-def test_a_curve_agrees_with_single_answers_even_beyond_its_end(
-    accountant: str,
-) -> None:
+def test_a_curve_agrees_with_single_answers_even_beyond_its_end(accountant: str) -> None:
     curve = EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, accountant=accountant)
     for steps in (0, 1, 39, 40, 41, 200, 7):
         single = epsilon_of(2.0, 0.05, steps, 1e-5, accountant)

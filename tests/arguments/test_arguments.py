@@ -185,12 +185,7 @@ def through_torch(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
 
 @pytest.mark.parametrize(
     "copied",
-    [
-        dataclasses.replace,
-        through_torch,
-        rebuilt,
-        lambda args: rebuilt(rebuilt(args)),
-    ],
+    [dataclasses.replace, through_torch, rebuilt, lambda args: rebuilt(rebuilt(args))],
     ids=["replace", "torch.save", "to_dict", "to_dict twice"],
 )
 def test_a_copy_keeps_every_value(copied: Any) -> None:

@@ -67,10 +67,7 @@ def adam() -> Update:
 
 @pytest.mark.parametrize(
     ("method", "update", "atol", "rtol"),
-    [
-        ("dp_sgd", descent, 1e-6, 1e-5),
-        ("dp_adam", adam, 1e-5, 1e-4),
-    ],
+    [("dp_sgd", descent, 1e-6, 1e-5), ("dp_adam", adam, 1e-5, 1e-4)],
 )
 def test_a_private_method_is_its_definition(
     method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path

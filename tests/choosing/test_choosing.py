@@ -265,9 +265,7 @@ def test_pretrained_weights_are_recognised_by_norms_and_not_by_name(tmp_path: Pa
     assert is_pretrained(fresh)
 
 
-def test_an_untrained_model_has_one_learning_rate_for_all_weights(
-    tmp_path: Path,
-) -> None:
+def test_an_untrained_model_has_one_learning_rate_for_all_weights(tmp_path: Path) -> None:
     set_seed(0)
     model = BertForSequenceClassification(config())
     trainer = trainer_of(tmp_path / "out", model)
@@ -561,9 +559,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
 
 
 @pytest.mark.slow
-def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(
-    tmp_path: Path,
-) -> None:
+def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"))
     trainer.train()
     trainer.save_model()

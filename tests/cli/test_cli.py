@@ -15,10 +15,7 @@ import pytest
 from transformers import RobertaConfig, TimesformerConfig
 
 from dp_grape_hf import DPGrapeTrainingArguments
-from dp_grape_hf.accounting import (
-    Adjacency,
-    compute_epsilon,
-)
+from dp_grape_hf.accounting import Adjacency, compute_epsilon
 from dp_grape_hf.arguments import METHODS, PrivacyPlan
 from dp_grape_hf.auditing import AUDITED_METHODS, AuditSettings
 from dp_grape_hf.cli import options
@@ -108,8 +105,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
 
 @pytest.mark.slow
 def test_every_example_in_the_help_prints_what_the_help_says(
-    run: Command,
-    capsys: pytest.CaptureFixture[str],
+    run: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["calibrate", "--help"])

@@ -17,11 +17,7 @@ from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam
 from tests.gradients.functions import Function, mean_output
 from tests.models.matrix import dense, projectors_for
 from tests.support.models import only
-from tests.support.oracles import (
-    assert_gradients_equal,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients
 
 ROWS = 4
 TRACED = Compilation(ROWS, backend="aot_eager")  # traced and differentiated, and not made faster

@@ -19,12 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import flat
 from dp_grape_hf.gradients.forms import SparseRows
-from dp_grape_hf.gradients.rules import (
-    RULES,
-    LayerRule,
-    layer_rule,
-    rule_for,
-)
+from dp_grape_hf.gradients.rules import RULES, LayerRule, layer_rule, rule_for
 from dp_grape_hf.projections import Projector, Side
 from tests.gradients.functions import Function, mean_output
 from tests.support.oracles import assert_exact, assert_gradients_equal, single_sample_gradients

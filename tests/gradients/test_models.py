@@ -12,13 +12,7 @@ import pytest
 import torch
 
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import (
-    ENGINES,
-    IGNORE_INDEX,
-    make_engine,
-    per_sample_gradients,
-    replay,
-)
+from dp_grape_hf.gradients import ENGINES, IGNORE_INDEX, make_engine, per_sample_gradients, replay
 from recipes.common.runs import read_lines
 from recipes.report.checks import model_matrix
 from tests.models.matrix import (

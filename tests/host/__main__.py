@@ -276,11 +276,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         run(options.transformers, private, options.output_dir / f"{name}.jsonl", options.tests)
         for name, private in (("host_plain", False), ("host_private", True))
     ]
-    record = {
-        **origin(),
-        "checkout": _version(options.transformers),
-        **compare(*both),
-    }
+    record = {**origin(), "checkout": _version(options.transformers), **compare(*both)}
     write(options.output_dir / "host_tests.json", record)
     sys.stdout.write(host_tests(record))
     return record

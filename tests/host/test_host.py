@@ -44,10 +44,7 @@ def test_a_checkout_is_run_twice_and_compared(
     assert record["plain"] == {"passed": 3, "failed": 1}
     assert record["private"] == {"passed": 1, "failed": 2}
     whys = {name: found["why"] for name, found in record["tests"].items()}
-    assert whys == {
-        "test_only_theirs": host_tests.UNEXPLAINED,
-        "test_refused": host_tests.REFUSED,
-    }
+    assert whys == {"test_only_theirs": host_tests.UNEXPLAINED, "test_refused": host_tests.REFUSED}
     assert record["tests"]["test_refused"]["refusal"].startswith("optim='adafactor' is not")
     assert json.loads((tmp_path / "out/host_tests.json").read_text()) == record
     assert capsys.readouterr().out.endswith(checks.host_tests(record))

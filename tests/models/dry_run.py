@@ -152,11 +152,7 @@ def settings() -> list[Setting]:
     """Returns what is run: every method, and DP-GRAPE in other forms."""
     found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
     grape = Setting(method=DP_GRAPE, batch_size=BATCH)
-    return [
-        *found,
-        replace(grape, projection=PRINCIPAL),
-        replace(grape, dtype=torch.bfloat16),
-    ]
+    return [*found, replace(grape, projection=PRINCIPAL), replace(grape, dtype=torch.bfloat16)]
 
 
 def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting) -> str:

@@ -20,13 +20,7 @@ from torch import Tensor
 from dp_grape_hf.accounting import Releases
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.gradients import Dense, Gradients, forms as representations, replay, units
-from dp_grape_hf.gradients.checks import (
-    draws,
-    sketches,
-    spot_checks,
-    state,
-    unused,
-)
+from dp_grape_hf.gradients.checks import draws, sketches, spot_checks, state, unused
 from dp_grape_hf.gradients.forms import Factored, GradientSum
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (

@@ -110,11 +110,7 @@ def test_every_step_is_its_definition(rule: str) -> None:
     [
         ("sgd", {}, torch.optim.SGD),
         ("momentum", {"momentum": 0.9}, torch.optim.SGD),
-        (
-            "adam",
-            {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3},
-            torch.optim.AdamW,
-        ),
+        ("adam", {"betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.3}, torch.optim.AdamW),
         ("adam", {"betas": (0.0, 0.0), "weight_decay": 0.0}, torch.optim.AdamW),
         ("rmsprop", {}, torch.optim.RMSprop),
         ("adagrad", {}, torch.optim.Adagrad),

@@ -49,10 +49,7 @@ def test_only_matrices_are_projected(shape: tuple[int, ...]) -> None:
 
 def test_a_placement_says_side_and_shape_of_p() -> None:
     shapes = {"wide": (8, 32), "tall": (32, 8), "small": (3, 40), "bias": (9,)}
-    assert placements(shapes, 3) == {
-        "wide": Placement(LEFT, 8, 3),
-        "tall": Placement(RIGHT, 8, 3),
-    }
+    assert placements(shapes, 3) == {"wide": Placement(LEFT, 8, 3), "tall": Placement(RIGHT, 8, 3)}
     assert placements(shapes, 7, {"tall": 0, "elsewhere": 0}, of_input=True) == {
         "wide": Placement(RIGHT, 32, 7),
         "tall": Placement(LEFT, 32, 7),

@@ -188,11 +188,7 @@ def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
 
 def test_default_targets_omit_score_heads_and_untied_output_embeddings() -> None:
     llama = only("llama")
-    model = build(
-        LlamaForSequenceClassification,
-        *llama.model.args[1:],
-        num_labels=7,
-    )
+    model = build(LlamaForSequenceClassification, *llama.model.args[1:], num_labels=7)
     assert "score.weight" not in default_targets(model)
     causal = llama.model(tie_word_embeddings=False)
     assert "lm_head.weight" not in default_targets(causal)

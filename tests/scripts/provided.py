@@ -151,12 +151,7 @@ def run(script: Path, words: Sequence[str]) -> dict[str, Any]:
                 outcome, reason = FAILED, f"{type(error).__name__}: {error}"
         finally:
             package.removeHandler(heard)
-    return {
-        "outcome": outcome,
-        "reason": reason,
-        "warnings": heard.said,
-        "provided": sorted(used),
-    }
+    return {"outcome": outcome, "reason": reason, "warnings": heard.said, "provided": sorted(used)}
 
 
 def run_in(folder: Path, script: str, words: Sequence[str]) -> None:

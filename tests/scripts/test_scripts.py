@@ -96,8 +96,7 @@ def test_a_converted_script_trains_privately(
     save_rows("classified", folder)
     assert main(["convert", str(folder / "run_own.py"), "--write"]) == 0
     found = run(
-        Path("run_own.py"),
-        [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()],
+        Path("run_own.py"), [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()]
     )
     assert found == {"outcome": TRAINED, "reason": None, "warnings": [], "provided": ["metric"]}
     ledger = Ledger.load(folder / "out" / LEDGER_NAME)

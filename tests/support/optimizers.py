@@ -39,10 +39,7 @@ def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
 
 
 def step(
-    optimizer: ProjectedOptimizer,
-    weights: Parameters,
-    number: int,
-    projectors: Draw | None = None,
+    optimizer: ProjectedOptimizer, weights: Parameters, number: int, projectors: Draw | None = None
 ) -> None:
     """Updates the weights by the gradients of that number."""
     projectors = projectors or {}

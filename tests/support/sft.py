@@ -7,11 +7,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import (
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from tests.support.models import build, only
 from tests.support.trainers import make_trainer

@@ -130,11 +130,7 @@ def test_a_checkpoint_without_choices_is_resumed(
     ],
 )
 def test_other_options_than_those_chosen_are_refused(
-    begin: Begin,
-    changes: dict[str, Any],
-    message: str,
-    tmp_path: Path,
-    releases: Any,
+    begin: Begin, changes: dict[str, Any], message: str, tmp_path: Path, releases: Any
 ) -> None:
     begin("fresh")
     with pytest.raises(PrivacyError, match=message):

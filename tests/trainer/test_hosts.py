@@ -8,34 +8,13 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from transformers import (
-    EvalPrediction,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    TrainingArguments,
-)
+from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from dp_grape_hf import DPGrapeSeq2SeqTrainer, DPGrapeTrainer, PrivacyError
 from tests.support.marks import slow_but
 from tests.support.seq2seq import bart, sentences, seq2seq
-from tests.support.sft import (
-    QUIET,
-    llama,
-    on_pairs,
-    pairs,
-    policy,
-    prompts,
-    sft,
-    tokenizer,
-)
-from tests.support.trainers import (
-    EXACT,
-    OF_HOST,
-    Examples,
-    Watch,
-    assert_same_weights,
-    weights_of,
-)
+from tests.support.sft import QUIET, llama, on_pairs, pairs, policy, prompts, sft, tokenizer
+from tests.support.trainers import EXACT, OF_HOST, Examples, Watch, assert_same_weights, weights_of
 
 trl = pytest.importorskip("trl", reason="TRL is an optional extra")
 

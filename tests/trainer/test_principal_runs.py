@@ -52,9 +52,7 @@ def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path: Path) 
     """Another seed is another sample of the same inputs."""
     model = only(BERT).model()
     expected = principal_directions(
-        model.eval(),
-        dict.fromkeys(default_targets(model), 2),
-        lambda: synthetic_batches(model),
+        model.eval(), dict.fromkeys(default_targets(model), 2), lambda: synthetic_batches(model)
     )
     one, other = (trainer_of(tmp_path / str(seed), projection_seed=seed) for seed in (0, 1))
     for trainer in (one, other):
@@ -148,9 +146,7 @@ def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> No
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
 
 
-def test_models_of_unknown_inputs_use_shapes_or_public_data(
-    tmp_path: Path,
-) -> None:
+def test_models_of_unknown_inputs_use_shapes_or_public_data(tmp_path: Path) -> None:
     make_trainer(tmp_path / "by_form", **SETTINGS).train()
     rows = Examples([{"x": torch.randn(6)} for _ in range(4)])
     make_trainer(tmp_path, public_dataset=rows, **SETTINGS).train()

@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from dp_grape_hf.ledger import remember
 from dp_grape_hf.projections import SyntheticInputs
 from dp_grape_hf.trainer import chosen, remembered, run
-from dp_grape_hf.trainer.remembered import (
-    remembering,
-    reused_or_made,
-)
+from dp_grape_hf.trainer.remembered import remembering, reused_or_made
 from tests.support.choosing import model_of, saving_trainer_of, trainer_of
 from tests.support.ledgers import ledger_of
 

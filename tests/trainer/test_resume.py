@@ -74,11 +74,7 @@ def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None
 
 def test_weights_optimizer_and_projection_continue_where_they_stopped(tmp_path: Path) -> None:
     """Nothing is random but P, which a seed fixes: the weights agree to the last bit."""
-    settings = EXACT | {
-        "projection_update_steps": 2,
-        "warmup_steps": 2,
-        "weight_decay": 0.1,
-    }
+    settings = EXACT | {"projection_update_steps": 2, "warmup_steps": 2, "weight_decay": 0.1}
     whole, watch = make_trainer(tmp_path / "whole", **SAVING | settings), Watch()
     whole.add_callback(watch)
     whole.train()
@@ -176,10 +172,7 @@ def _claim_more_noise(folder: Path) -> None:
     ],
 )
 def test_a_ledger_that_does_not_match_its_checkpoint_is_refused(
-    tamper: Callable[[Path], None],
-    message: str,
-    folder: Path,
-    releases: Any,
+    tamper: Callable[[Path], None], message: str, folder: Path, releases: Any
 ) -> None:
     tamper(folder)
     releases.clear()
@@ -270,10 +263,7 @@ def _train(folder: Path, moment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_this_moment_resumes_without_undercounting(
-    moment: str,
-    releases: Any,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    moment: str, releases: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """Resumed by ``True``; every noisy update of both processes is in the ledger."""
     folder = tmp_path / "run"

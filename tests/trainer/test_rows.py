@@ -214,10 +214,7 @@ def test_rows_that_are_examples_are_not_warned_of(
 @pytest.mark.parametrize(
     "settings",
     [
-        {
-            "privacy_unit_column": "example_id",
-            "expected_batch_size": 4,
-        },
+        {"privacy_unit_column": "example_id", "expected_batch_size": 4},
         {"method": "adam", "noise_multiplier": None, "target_delta": None},
     ],
 )

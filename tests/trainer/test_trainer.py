@@ -7,17 +7,9 @@ import datasets
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    EarlyStoppingCallback,
-    EvalPrediction,
-    TrainerCallback,
-)
+from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
 
-from dp_grape_hf import (
-    DPGrapeTrainer,
-    PrivacyError,
-    ProjectedOptimizer,
-)
+from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.projections import projection_targets
 from tests.support.methods import plain_trainer
@@ -84,9 +76,7 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def test_evaluate_predict_and_metrics_work_before_during_and_after_training(
-    tmp_path: Path,
-) -> None:
+def test_evaluate_predict_and_metrics_work_before_during_and_after_training(tmp_path: Path) -> None:
     watch = Watch()
     trainer = make_trainer(
         tmp_path,
@@ -209,9 +199,7 @@ def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: 
         trainer.train()
 
 
-def test_early_stopping_on_public_data_accounts_for_the_steps_done(
-    tmp_path: Path,
-) -> None:
+def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Path) -> None:
     trainer = make_trainer(
         tmp_path,
         callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=1e6)],

@@ -124,9 +124,7 @@ def test_what_a_notebook_claims_is_found_again(path: Path, tmp_path: Path) -> No
     assert all(content.startswith(b"\x89PNG") for _, content in pictures(path, notebook))
 
 
-def test_library_messages_are_omitted_and_local_paths_are_refused(
-    tmp_path: Path,
-) -> None:
+def test_library_messages_are_omitted_and_local_paths_are_refused(tmp_path: Path) -> None:
     said = "import os, sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n{'d': 1}"
     cells = [nbformat.v4.new_code_cell(source) for source in (said, "os.getcwd()")]
     notebook = nbformat.v4.new_notebook(cells=cells)

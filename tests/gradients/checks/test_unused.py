@@ -121,10 +121,7 @@ LAYERS = ("experts.0", "experts.1", "experts.2", "last")
     ("how", "frozen"),
     [
         ("experts", ["mask", "own.0", "own.1", "own.2", "last.weight", "last.bias"]),
-        (
-            "parameters",
-            ["mask", *(f"{m}.{n}" for m in LAYERS for n in ("weight", "bias"))],
-        ),
+        ("parameters", ["mask", *(f"{m}.{n}" for m in LAYERS for n in ("weight", "bias"))]),
         (
             "the last layer",
             [

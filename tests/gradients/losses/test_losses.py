@@ -40,10 +40,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], Tensor]] = {
         {"problem_type": "regression", "num_labels": LABELS},
         torch.tensor([[0.5, 1, -1], [2, 0, 0], [0, 0, 0.25], [1, 1, 1]]),
     ),
-    "declared regression of one number": (
-        {"problem_type": "regression", "num_labels": 1},
-        NUMBERS,
-    ),
+    "declared regression of one number": ({"problem_type": "regression", "num_labels": 1}, NUMBERS),
 }
 
 

@@ -172,9 +172,7 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused(
     assert trainer.ledger.steps == 0
 
 
-def test_class_weights_are_noticed_even_if_examples_share_a_class(
-    tmp_path: Path,
-) -> None:
+def test_class_weights_are_noticed_even_if_examples_share_a_class(tmp_path: Path) -> None:
     same = points()
     for example in same.examples:
         example["labels"] = torch.tensor(1)

@@ -155,10 +155,7 @@ def named(function: Callable[[str, Path], Any], name: str) -> Callable[[Path], A
 def every_method(folder: Path) -> Any:
     return {
         method: trained(
-            folder / f"{method}-{group_size()}",
-            method=method,
-            model=tiny(method),
-            **METHOD,
+            folder / f"{method}-{group_size()}", method=method, model=tiny(method), **METHOD
         )
         for method in METHODS
     }

@@ -177,10 +177,7 @@ def adapter(folder: Path) -> Any:
     """Saves what a run with sharded weights changed."""
     make, settings = RUNS["opt, adapter"]
     trainer = make_trainer(
-        folder / "adapter",
-        **make(),
-        known_streams=Streams.seeded(0),
-        **USUAL | settings | SHARDED,
+        folder / "adapter", **make(), known_streams=Streams.seeded(0), **USUAL | settings | SHARDED
     )
     trainer.train()
     trainer.save_model()
