@@ -50,6 +50,7 @@ from tests.support.trainers import (
     owned,
     points,
     tiny,
+    trained_in,
     weights_of,
 )
 
@@ -440,7 +441,7 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
     if "privacy_unit_column" in changes:
         settings |= {"train_dataset": owned(), "per_device_train_batch_size": 8}
     for name, bound, factors in (("whole", 0.5, '{"*": 4}'), ("quarter", 0.125, None)):
-        trainer = make_trainer(
+        trained_in(
             tmp_path / name,
             model=tiny(settings["method"]),
             known_streams=Streams.seeded(7),
@@ -448,7 +449,6 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
             gradient_factors=factors,
             **settings,
         )
-        trainer.train()
     (*whole, _, _), quarter = releases, releases[2:]
     assert len(whole) == len(quarter) == 2
     assert_same_steps(whole, quarter)
@@ -456,8 +456,7 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
 
 def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> None:
     settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
-    first = make_trainer(tmp_path, **settings, save_steps=1, gradient_factors={"head": 3})
-    first.train()
+    first = trained_in(tmp_path, **settings, save_steps=1, gradient_factors={"head": 3})
     assert first.ledger.mechanism.gradient_factors == '{"head": 3.0}'
     again = make_trainer(tmp_path, **settings, gradient_factors='{"head": 3.0}')
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

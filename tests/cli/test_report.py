@@ -10,7 +10,7 @@ from dp_grape_hf.cli import report
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.trainer import logged
 from tests.support.ledgers import MECHANISM, ledger_of
-from tests.support.trainers import make_trainer
+from tests.support.trainers import trained_in
 
 
 def test_the_curve_ends_at_what_was_spent() -> None:
@@ -27,8 +27,7 @@ def test_the_curve_ends_at_what_was_spent() -> None:
 def test_a_run_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = make_trainer(tmp_path, accountant="rdp", logging_steps=1, max_steps=6)
-    trainer.train()
+    trainer = trained_in(tmp_path, accountant="rdp", logging_steps=1, max_steps=6)
     assert [line["step"] for line in logged(tmp_path) if "noise" in line] == [1, 2, 3, 4, 5, 6]
     drawn: list[str] = []
     line = report._line

@@ -15,6 +15,7 @@ from tests.support.trainers import (
     assert_refused,
     make_trainer,
     points,
+    trained_in,
 )
 
 
@@ -149,6 +150,5 @@ def with_a_third(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tenso
 
 @pytest.mark.parametrize("loss", [plain, with_a_third])
 def test_a_loss_may_take_two_arguments_or_three(loss: Any, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, compute_loss_func=loss)
-    trainer.train()
+    trainer = trained_in(tmp_path, compute_loss_func=loss)
     assert trainer.evaluate(points(seed=1))["eval_loss"] > 0

@@ -182,6 +182,13 @@ def make_trainer(
     )
 
 
+def trained_in(folder: Path | str, **changes: Any) -> Any:
+    """Returns the trainer of ``make_trainer`` after it has trained."""
+    trainer = make_trainer(folder, **changes)
+    trainer.train()
+    return trainer
+
+
 def assert_refused(trainer: Any, match: str, error: type[Exception] = PrivacyError) -> None:
     """Training stops with a matching error before the first release."""
     with pytest.raises(error, match=match):

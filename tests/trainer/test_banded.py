@@ -29,6 +29,7 @@ from tests.support.trainers import (
     no_loss,
     owned,
     points,
+    trained_in,
 )
 
 BANDED: dict[str, Any] = {
@@ -112,14 +113,13 @@ def test_a_batch_out_of_order_is_refused(how: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_units_take_turns(tmp_path: Path) -> None:
     owners = [f"u{number}" for number in range(60) for _ in range(2)]
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path,
         train_dataset=owned(owners),
         cls=RecordingTrainer,
         privacy_unit_column="user",
         **BANDED | {"expected_batch_size": 4},
     )
-    trainer.train()
     bands = len(trainer.plan.mechanism.bands)
     assert bands > 1
     assert assert_turns([{owners[n] for n in draw} for draw in trainer.draws], bands)

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.support.models import only, without_dropout
-from tests.support.trainers import EXACT, examples_of, make_trainer
+from tests.support.trainers import EXACT, examples_of, trained_in
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tracer's
 
@@ -22,7 +22,7 @@ def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path: Path) -> None
     for compiled in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
         torch._dynamo.reset()
         counters.clear()
-        trainer = make_trainer(
+        trainer = trained_in(
             tmp_path / f"{len(compiled)}",
             model=without_dropout(case.model(num_hidden_layers=1)),
             train_dataset=examples_of("roberta-classifier"),
@@ -31,7 +31,6 @@ def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path: Path) -> None
             **settings,
             **compiled,
         )
-        trainer.train()
         trainer.evaluate()
         found.append(trainer.model.state_dict())
     assert counters["stats"]["unique_graphs"] == 1

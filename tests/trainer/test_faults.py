@@ -35,6 +35,7 @@ from tests.support.trainers import (
     assert_same_weights,
     make_trainer,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -325,7 +326,6 @@ def test_an_example_without_gradient_counts_as_if_absent(method: str, tmp_path: 
 def test_examples_without_gradients_are_not_used_for_checks(tmp_path: Path) -> None:
     nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
     nowhere[0] = points(24).examples[0]
-    trainer = make_trainer(tmp_path, train_dataset=Examples(nowhere))
-    trainer.train()
+    trainer = trained_in(tmp_path, train_dataset=Examples(nowhere))
     assert all(weight.isfinite().all() for weight in trainer.model.parameters())
     assert trainer.ledger.steps == 4

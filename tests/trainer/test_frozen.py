@@ -15,7 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from dp_grape_hf.errors import UnsupportedModelError
 from tests.models.zoo import BERT, Row, build, texts
 from tests.support.models import row
-from tests.support.trainers import Examples, assert_refused, make_trainer, weights_of
+from tests.support.trainers import Examples, assert_refused, make_trainer, trained_in, weights_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap
 
@@ -49,10 +49,9 @@ def test_a_model_with_a_mask_token_trains_as_it_comes(
     entry = row(name)
     model = as_it_comes(entry)
     before = weights_of(model)
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path, model=model, train_dataset=examples(entry), method=method, max_steps=2
     )
-    trainer.train()
     told = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert len(told) == 1
     assert told[0].endswith(f"frozen: {frozen}. Noise alone would have trained them.")

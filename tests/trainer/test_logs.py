@@ -12,7 +12,7 @@ from dp_grape_hf import DPGrapeTrainer
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.trainer.callbacks import grown
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
-from tests.support.trainers import Watch, make_trainer, points
+from tests.support.trainers import Watch, make_trainer, points, trained_in
 
 LEAK = 0.8642  # a number of the training data, wherever it turns up
 
@@ -155,8 +155,7 @@ class _OwnBoth(_Predicts, _Own): ...
 def test_an_own_evaluation_logs_its_metrics(cls: Any, tmp_path: Path) -> None:
     held = points(5, seed=1)
     settings = {"eval_dataset": held, "eval_strategy": "steps", "eval_steps": 2}
-    trainer = make_trainer(tmp_path, cls=cls, **settings)
-    trainer.train()
+    trainer = trained_in(tmp_path, cls=cls, **settings)
     trainer.evaluate(held, None, "dev")
     trainer.log({"eval_exact": LEAK, "dev_exact": LEAK, "test_exact": LEAK})
     if cls is _OwnBoth:

@@ -24,6 +24,7 @@ from tests.support.trainers import (
     make_trainer,
     points,
     spy_releases,
+    trained_in,
 )
 
 Batch = dict[str, Tensor]
@@ -193,8 +194,7 @@ def test_what_a_pass_writes_into_the_config_is_taken_back(
         return plain(self, input_ids, **inputs)
 
     monkeypatch.setattr(type(model), "forward", noting)
-    trainer = make_trainer(tmp_path, model=model, train_dataset=examples_of("bert-classifier", 24))
-    trainer.train()
+    trainer = trained_in(tmp_path, model=model, train_dataset=examples_of("bert-classifier", 24))
     trainer.save_model()
     saved = json.loads((tmp_path / "config.json").read_text())
     assert "longest" not in saved
@@ -218,7 +218,7 @@ def test_masks_are_secret_whatever_a_callback_seeds(
         torch.manual_seed(0)
         model = bert(hidden_dropout_prob=0.4)
         released = spy_releases(monkeypatch)
-        trainer = make_trainer(
+        trained_in(
             tmp_path / f"{number}",
             model=model,
             train_dataset=data,
@@ -227,7 +227,6 @@ def test_masks_are_secret_whatever_a_callback_seeds(
             max_steps=2,
             callbacks=[Seeding()],
         )
-        trainer.train()
         found.append(released)
     for first, second in zip(*found, strict=True):
         assert any((first[name] - second[name]).abs().max() > 1e-4 for name in first)

@@ -13,7 +13,7 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.inputs_by_form import Form, InputsByForm
 from tests.support.models import row
-from tests.support.trainers import Examples, make_trainer, weights_of
+from tests.support.trainers import Examples, make_trainer, trained_in, weights_of
 
 ROWS, FEATURES, WORDS = 40, 6, 11
 
@@ -241,10 +241,9 @@ def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
     def loss(outputs: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(outputs, labels, reduction="none")
 
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path, model=model, train_dataset=Examples(rows), compute_loss_func=loss
     )
-    trainer.train()
     assert trainer.evaluate(Examples([{**row, "input": -row["input"]} for row in rows[:4]]))
 
 

@@ -24,6 +24,7 @@ from tests.support.trainers import (
     make_trainer,
     no_loss,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -75,7 +76,7 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
     False alarm: below 1e-6 a case (five standard deviations of a binomial).
     """
     drawn, watch = _spy_draws(monkeypatch), Watch()
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path,
         cls=RecordingTrainer,
         train_dataset=points(NUM_SAMPLES),
@@ -84,7 +85,6 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
         target_delta=DELTA,
         **settings,
     )
-    trainer.train()
     # An epoch that max_steps cuts short may leave draws that no update used, at its end only.
     assert trainer.draws == drawn[:steps]
     assert len(drawn) <= STEPS_PER_EPOCH * math.ceil(steps / STEPS_PER_EPOCH)
@@ -181,7 +181,7 @@ def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path: Path) -
     runs = []
     for name in "ab":
         watch = Watch()
-        trainer = make_trainer(
+        trainer = trained_in(
             tmp_path / name,
             cls=RecordingTrainer,
             compute_loss_func=no_loss,
@@ -190,7 +190,6 @@ def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path: Path) -
             data_seed=7,
             max_steps=8,
         )
-        trainer.train()
         runs.append((watch, trainer.draws))
     (first, first_draws), (second, second_draws) = runs
     assert_same_weights(second.weights[0], first.weights[0])
@@ -339,7 +338,7 @@ def test_logs_progress_bar_cards_and_ledgers_show_the_spent_epsilon(
 
 def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None:
     tracker = Watch()
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path,
         model=only("bert-classifier").model(num_hidden_layers=1),
         train_dataset=examples_of("bert-classifier"),
@@ -348,7 +347,6 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
         target_delta=None,
         include_num_input_tokens_seen="all",
     )
-    trainer.train()
     trainer.save_model()
     trainer.log({"margin": 0.5})
     assert tracker.logs.pop()["margin"] == 0.5
@@ -365,8 +363,7 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
 
 
 def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, known_streams=Streams.seeded())
-    trainer.train()
+    trainer = trained_in(tmp_path, known_streams=Streams.seeded())
     assert not Ledger.load(tmp_path / LEDGER_NAME).private
     assert trainer.privacy_spent().epsilon == math.inf
 
@@ -376,8 +373,7 @@ def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    trainer.train()
+    trainer = trained_in(tmp_path)
     weights = weights_of(trainer.model)
     with pytest.raises(PrivacyError, match="4 releases"):
         trainer.train()

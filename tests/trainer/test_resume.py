@@ -23,6 +23,7 @@ from tests.support.trainers import (
     make_trainer,
     no_loss,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -31,8 +32,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 
 def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[Any, Any]:
     """Returns the trainer that stopped after its checkpoint and the one that resumed from it."""
-    stopped = make_trainer(folder, callbacks=[Watch(stop_at=stop_at)], **SAVING | settings)
-    stopped.train()
+    stopped = trained_in(folder, callbacks=[Watch(stop_at=stop_at)], **SAVING | settings)
     resumed = make_trainer(folder, callbacks=[Watch()], **SAVING | settings)
     resumed.train(resume_from_checkpoint=True)
     return stopped, resumed
@@ -59,8 +59,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 def test_a_resumed_run_accounts_as_the_uninterrupted_one(tmp_path: Path) -> None:
     settings = SAVING | {"target_epsilon": 4.0, "per_device_train_batch_size": 5}
     settings |= {"max_steps": -1, "num_train_epochs": 1.6}
-    whole = make_trainer(tmp_path / "whole", **settings)
-    whole.train()
+    whole = trained_in(tmp_path / "whole", **settings)
     stopped, resumed = _stop_and_resume(tmp_path / "parts", **settings)
     assert stopped.privacy_spent().steps == 3
     assert resumed.state.global_step == whole.state.global_step == 8
@@ -104,8 +103,7 @@ def test_resuming_repeats_neither_noise_nor_coins(releases: Any, tmp_path: Path)
         "train_dataset": points(200),
         "per_device_train_batch_size": 100,
     }
-    first = make_trainer(tmp_path, callbacks=[Watch(stop_at=5)], **settings)
-    first.train()
+    first = trained_in(tmp_path, callbacks=[Watch(stop_at=5)], **settings)
     for _ in range(2):  # twice from the same checkpoint, after step 3
         again = make_trainer(tmp_path, callbacks=[Watch(stop_at=5)], **settings)
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -203,8 +201,7 @@ def test_a_resumed_run_keeps_its_noise_if_it_suffices(
         patch.setattr(
             plan, "find_noise_multiplier", lambda **given: share * find_noise_multiplier(**given)
         )
-        begun = make_trainer(tmp_path, **settings, callbacks=[Watch(stop_at=3)])
-        begun.train()
+        begun = trained_in(tmp_path, **settings, callbacks=[Watch(stop_at=3)])
     resumed = make_trainer(tmp_path, **settings)
     if share < 1:
         with pytest.raises(PrivacyError, match=r"noise_multiplier=.*another `accountant`"):
@@ -292,8 +289,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
 def test_epochs_continue_in_a_run_that_skips_no_data(tmp_path: Path) -> None:
     settings = {"ignore_data_skip": True, "max_steps": 8, "logging_steps": 1}
     _, resumed = _stop_and_resume(tmp_path / "resumed", stop_at=4, **settings)
-    whole = make_trainer(tmp_path / "whole", **SAVING | settings)
-    whole.train()
+    whole = trained_in(tmp_path / "whole", **SAVING | settings)
     expected, found = (
         [log["epoch"] for log in trainer.state.log_history if "grad_norm" in log]
         for trainer in (whole, resumed)

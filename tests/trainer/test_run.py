@@ -35,6 +35,7 @@ from tests.support.trainers import (
     make_args,
     make_trainer,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -119,11 +120,9 @@ def test_a_run_releases_what_the_trainer_does(releases: Any, tmp_path: Path) -> 
 def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
     """Its optimizer is older than the run; the state of the projection is saved with it."""
     settings = EXACT | {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}
-    whole = make_trainer(tmp_path / "whole", **settings)
-    whole.train()
+    whole = trained_in(tmp_path / "whole", **settings)
     stop = Watch(stop_at=2)
-    trainer = make_trainer(tmp_path / "stopped", **settings, callbacks=[stop])
-    trainer.train()
+    trainer = trained_in(tmp_path / "stopped", **settings, callbacks=[stop])
     assert trainer.ledger.steps == 2
     stop.stop_at = None
     trainer.train(resume_from_checkpoint=True)

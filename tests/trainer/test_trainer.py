@@ -24,6 +24,7 @@ from tests.support.trainers import (
     make_args,
     make_trainer,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -104,8 +105,7 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
     weights = []
     for strategy in ("no", "steps"):
         evaluating = {"eval_dataset": points(5, seed=1), "eval_strategy": strategy, "eval_steps": 1}
-        trainer = make_trainer(tmp_path / strategy, **evaluating, **EXACT)
-        trainer.train()
+        trainer = trained_in(tmp_path / strategy, **evaluating, **EXACT)
         weights.append(weights_of(trainer.model))
     assert_same_weights(weights[0], weights[1])
 
@@ -118,8 +118,7 @@ def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
 
 def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> None:
     held = points(9, seed=1)
-    trainer = make_trainer(tmp_path, compute_loss_func=_smoothed, eval_dataset=held)
-    trainer.train()
+    trainer = trained_in(tmp_path, compute_loss_func=_smoothed, eval_dataset=held)
     assert trainer.state.global_step == 4
     x, labels = (torch.stack([e[name] for e in held.examples]) for name in ("x", "labels"))
     expected = _smoothed(trainer.model(x), labels).mean()
@@ -150,8 +149,7 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> Non
     ]
     dataset = datasets.Dataset.from_list(rows)
     held = dataset.select(range(24, 29))
-    trainer = make_trainer(tmp_path, train_dataset=dataset.select(range(24)), eval_dataset=held)
-    trainer.train()
+    trainer = trained_in(tmp_path, train_dataset=dataset.select(range(24)), eval_dataset=held)
     assert trainer.state.global_step == 4
     assert "eval_loss" in trainer.evaluate()
 
@@ -169,8 +167,7 @@ def test_callbacks_see_every_step_once_and_no_gradient(tmp_path: Path) -> None:
         on_optimizer_step = on_step_end = on_pre_optimizer_step
 
     watch = Watch()
-    trainer = make_trainer(tmp_path, callbacks=[watch, Look()], logging_steps=3, max_steps=7)
-    trainer.train()
+    trainer = trained_in(tmp_path, callbacks=[watch, Look()], logging_steps=3, max_steps=7)
     logged = [logs["step"] for logs in trainer.state.log_history if "grad_norm" in logs]
     assert logged == [3, 6]
     assert watch.events[0] == "train_begin"
@@ -200,7 +197,7 @@ def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: 
 
 
 def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Path) -> None:
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path,
         callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=1e6)],
         metric_for_best_model="loss",
@@ -208,7 +205,6 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Pat
         eval_data_is_public=True,
         **EVALUATING,
     )
-    trainer.train()
     assert trainer.state.global_step == trainer.ledger.steps == trainer.privacy_spent().steps == 2
 
 
@@ -218,10 +214,7 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Pat
 def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path: Path) -> None:
     model, examples = small("opt")
     watch, settings = Watch(), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer = make_trainer(
-        tmp_path, model=model, train_dataset=examples, callbacks=[watch], **settings
-    )
-    trainer.train()
+    trained_in(tmp_path, model=model, train_dataset=examples, callbacks=[watch], **settings)
     assert all(move.any() for move in watch.moves()[0].values())
     loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
     assert_same_weights(weights_of(loaded), weights_of(model))
@@ -266,8 +259,7 @@ def test_model_init_makes_the_model_that_is_trained(tmp_path: Path) -> None:
         made.append(TinyForSequenceClassification())
         return made[-1]
 
-    trainer = make_trainer(tmp_path, model_init=model_init)
-    trainer.train()
+    trainer = trained_in(tmp_path, model_init=model_init)
     assert made == [trainer.model]
 
 
@@ -284,7 +276,7 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
             with torch.no_grad():
                 found.append([m.eval()(**inputs).logits for m in (saved, kwargs["model"])])
 
-    trainer = make_trainer(
+    trained_in(
         tmp_path,
         model=model.bfloat16(),
         train_dataset=examples,
@@ -293,7 +285,6 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
         save_steps=2,
         callbacks=[Compare()],
     )
-    trainer.train()
     assert len(found) == 2
     for saved, live in found:
         torch.testing.assert_close(saved, live, atol=0.0, rtol=0.0)
@@ -312,8 +303,7 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
 def test_target_modules_say_what_is_projected(
     wanted: Any, rank: int, expected: set[str], tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, optim_target_modules=wanted, projection_rank=rank, max_steps=1)
-    trainer.train()
+    trainer = trained_in(tmp_path, optim_target_modules=wanted, projection_rank=rank, max_steps=1)
     names = {p: n for n, p in trainer.model.named_parameters()}
     moments = {p: state["exp_avg"] for p, state in trainer.optimizer.optimizer.state.items()}
     assert {names[p] for p, moment in moments.items() if moment.shape != p.shape} == expected

@@ -23,6 +23,7 @@ from tests.support.trainers import (
     owned,
     points,
     tiny,
+    trained_in,
 )
 
 OWNED = {
@@ -37,8 +38,7 @@ def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
     """Returns a trainer after training with known coins and noise, and what was seen of it."""
     watch = Watch()
     settings = {"train_dataset": owned(), "known_streams": Streams.seeded()} | settings
-    trainer = make_trainer(folder, callbacks=[watch], **OWNED | settings)
-    trainer.train()
+    trainer = trained_in(folder, callbacks=[watch], **OWNED | settings)
     return trainer, watch
 
 

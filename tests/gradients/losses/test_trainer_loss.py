@@ -24,6 +24,7 @@ from tests.support.trainers import (
     examples_of,
     make_trainer,
     points,
+    trained_in,
     weights_of,
 )
 
@@ -81,9 +82,7 @@ class Unasked(DPGrapeTrainer):
 
 
 def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
-    trainer = make_trainer(tmp_path, cls=cls, known_streams=Streams.seeded(), **settings)
-    trainer.train()
-    return trainer
+    return trained_in(tmp_path, cls=cls, known_streams=Streams.seeded(), **settings)
 
 
 class Shrinks(Passes):
