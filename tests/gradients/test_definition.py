@@ -115,9 +115,28 @@ def test_attention_never_mixes_samples_whatever_the_dimensions(
     check(toy(attend), positions(), loss=mean_output)
 
 
-def test_a_pass_that_is_repeated_outside_vmap_is_refused() -> None:
-    model = toy(lambda m, h: checkpoint(m.last, h, use_reentrant=False), last=nn.Linear(8, 8))
-    with pytest.raises(UnsupportedModelError, match=r'Function repeats parts.*engine="layerwise"'):
+def holding() -> nn.Module:
+    """Holds a reference to a weight, as an LSTM's list of flat weights, which is not replaced."""
+    layer = nn.Linear(8, 8)
+    held = [layer.weight]
+    return toy(lambda m, h: functional.linear(h, held[0], m.layer.bias), layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (holding(), r"layer\.weight.*accepts no other tensor"),
+        (toy(lambda m, h: h, unused=nn.Linear(8, 8)), r"no part in the loss: unused\.weight"),
+        (toy(lambda m, h: h if h.sum() > 0 else -h), r"Function.*data-dependent control flow"),
+        (
+            toy(lambda m, h: checkpoint(m.last, h, use_reentrant=False), last=nn.Linear(8, 8)),
+            r'Function repeats parts.*engine="layerwise"',
+        ),
+    ],
+    ids=["a held weight", "an unused weight", "a branch", "a pass that is repeated outside"],
+)
+def test_what_vmap_cannot_run_or_replace_is_refused(model: nn.Module, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
         per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
 
 
@@ -126,27 +145,6 @@ def test_checkpointing_of_transformers_models_makes_no_difference() -> None:
     model = only("llama").model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     check(model, only("llama").batch(3), projectors_for(model, 8))
-
-
-def test_a_parameter_without_part_in_the_loss_is_refused() -> None:
-    model = toy(lambda m, h: h, unused=nn.Linear(8, 8))
-    with pytest.raises(UnsupportedModelError, match=r"no part in the loss: unused\.weight"):
-        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
-
-
-def test_a_parameter_that_code_holds_on_to_is_refused() -> None:
-    """A copy of the reference, as in an LSTM's list of flat weights, is not replaced."""
-    layer = nn.Linear(8, 8)
-    held = [layer.weight]
-    model = toy(lambda m, h: functional.linear(h, held[0], m.layer.bias), layer=layer)
-    with pytest.raises(UnsupportedModelError, match=r"layer\.weight.*accepts no other tensor"):
-        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
-
-
-def test_code_that_branches_on_a_samples_values_is_refused() -> None:
-    model = toy(lambda m, h: h if h.sum() > 0 else -h)
-    with pytest.raises(UnsupportedModelError, match=r"Function.*data-dependent control flow"):
-        per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
 
 
 def under_vmap(tensor: Tensor) -> bool:

@@ -271,17 +271,12 @@ def test_rms_norm_with_further_inputs_runs_without_its_rule() -> None:
     assert_gradients_equal(gradients, expected)
 
 
-def test_rms_norm_with_gate_or_without_epsilon_has_no_rule() -> None:
-    assert rule_for(GatedRMSNorm(6)) is None
-    no_epsilon = LlamaRMSNorm(6)
+def test_a_layer_that_looks_like_another_has_no_rule() -> None:
+    no_epsilon, scaled = LlamaRMSNorm(6), nn.Linear(6, 4)
     del no_epsilon.variance_epsilon
-    assert rule_for(no_epsilon) is None
-
-
-def test_a_layer_with_an_additional_parameter_has_no_rule() -> None:
-    layer = nn.Linear(6, 4)
-    layer.scale = nn.Parameter(torch.randn(4))
-    assert rule_for(layer) is None
+    scaled.scale = nn.Parameter(torch.randn(4))
+    for layer in (GatedRMSNorm(6), no_epsilon, scaled):
+        assert rule_for(layer) is None
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")

@@ -412,20 +412,6 @@ def rewinds_numpy(hidden: Tensor) -> Tensor:
     return hidden
 
 
-@pytest.mark.parametrize(
-    "toss",
-    [
-        lambda hidden: hidden * float(np.random.rand()),
-        lambda hidden: hidden * random.random(),
-        rewinds_numpy,
-    ],
-    ids=["numpy", "Python", "numpy, rewound"],
-)
-def test_a_forward_that_draws_beside_torch_is_refused(toss: Toss) -> None:
-    with pytest.raises(PrivacyError, match="numpy or Python"):
-        gradients(toss)
-
-
 @both
 def test_a_draw_without_torch_is_refused_under_a_zero_head(engine: str) -> None:
     bits = random.Random(0)  # which no stream gives, like the clock and the operating system
@@ -460,9 +446,20 @@ def rewinds_torch(hidden: Tensor) -> Tensor:
         return functional.dropout(hidden, 0.5)
 
 
-@pytest.mark.parametrize("toss", [seeds_torch, seeds_torch_alone, rewinds_torch])
-def test_a_forward_that_sets_torchs_stream_is_refused(toss: Toss) -> None:
-    with pytest.raises(PrivacyError, match="seeds torch's global random numbers"):
+STREAMS: dict[str, tuple[Toss, str]] = {
+    "numpy": (lambda hidden: hidden * float(np.random.rand()), "numpy or Python"),
+    "Python": (lambda hidden: hidden * random.random(), "numpy or Python"),
+    "numpy, rewound": (rewinds_numpy, "numpy or Python"),
+    "torch, seeded": (seeds_torch, "seeds torch's global random numbers"),
+    "torch, seeded alone": (seeds_torch_alone, "seeds torch's global random numbers"),
+    "torch, rewound": (rewinds_torch, "seeds torch's global random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_forward_that_draws_beside_torch_or_seeds_is_refused(name: str) -> None:
+    toss, words = STREAMS[name]
+    with pytest.raises(PrivacyError, match=words):
         gradients(toss)
 
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
-from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.inputs_by_form import Form, InputsByForm
 from tests.support.models import row
@@ -171,11 +170,6 @@ def test_losses_and_gradients_are_those_of_one_example(model: type[nn.Module], r
             torch.testing.assert_close(gradients[name].dense().values[i], gradient)
 
 
-def test_a_module_without_a_loss_is_refused_with_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"no loss.*compute_loss_func=f"):
-        trainer_of(tmp_path, Towers(), towers_row)
-
-
 def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path: Path) -> None:
     found = []
     for length, first in ((7, 0), (9, 3)):
@@ -229,9 +223,19 @@ class Predicts(nn.Module):
         return self.layer(pixels.reshape(-1, 8, 8).mean(1))
 
 
-def test_a_prediction_is_not_taken_for_a_loss(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="loss of Predicts is not known per sample"):
-        trainer_of(tmp_path, Predicts(), image_row)
+@pytest.mark.parametrize(
+    ("model", "row", "loss", "message"),
+    [
+        (Towers, towers_row, {}, r"no loss.*compute_loss_func=f"),
+        (Predicts, image_row, {}, "loss of Predicts is not known per sample"),
+        (Denoiser, image_row, {"loss": nn.MSELoss()}, "SentenceTransformerTrainer"),
+    ],
+)
+def test_a_module_of_unknown_loss_is_refused_with_remedy(
+    model: type[nn.Module], row: Any, loss: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PrivacyError, match=message):
+        trainer_of(tmp_path, model(), row, **loss)
 
 
 def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
@@ -245,11 +249,6 @@ def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
         tmp_path, model=model, train_dataset=Examples(rows), compute_loss_func=loss
     )
     assert trainer.evaluate(Examples([{**row, "input": -row["input"]} for row in rows[:4]]))
-
-
-def test_the_loss_argument_of_sentence_transformers_gets_an_answer(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="SentenceTransformerTrainer"):
-        trainer_of(tmp_path, Denoiser(), image_row, loss=nn.MSELoss())
 
 
 class Remembers(Examples):

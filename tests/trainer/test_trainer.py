@@ -6,7 +6,6 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch import nn
 from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer
@@ -325,19 +324,12 @@ def test_targets_name_each_weight_once(tied: bool) -> None:
 ADAM = torch.optim.Adam(TinyForSequenceClassification().parameters())
 
 
-def _with_batch_norm() -> nn.Module:
-    model = TinyForSequenceClassification()
-    model.norm = nn.BatchNorm1d(8)
-    return model
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),  # without a config
         ({"label_smoothing_factor": 0.1, "compute_loss_func": _smoothed}, "and a compute_loss"),
         ({"optim_target_modules": ["nowhere"]}, "nowhere"),
-        ({"model": _with_batch_norm()}, "norm.*BatchNorm1d"),
         ({"optimizers": (ADAM, None)}, "ProjectedOptimizer"),
         (
             {"cls": partial(DPGrapeTrainer, optimizer_cls_and_kwargs=(torch.optim.Adam, {}))},
