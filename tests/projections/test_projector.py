@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaForSequenceClassification
 
 from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.projections import (
@@ -20,7 +19,7 @@ from dp_grape_hf.projections import (
 )
 from dp_grape_hf.projections.projector import BLOCK_ROWS
 from dp_grape_hf.projections.seeds import projection_generator
-from tests.support.models import CASES, Case, build, only
+from tests.support.models import CASES, Case, only, row
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 FAMILIES = {name: family for name, family in PROJECTIONS.items() if family is not None}
@@ -187,10 +186,9 @@ def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
 
 
 def test_default_targets_omit_score_heads_and_untied_output_embeddings() -> None:
-    llama = only("llama")
-    model = build(LlamaForSequenceClassification, *llama.model.args[1:], num_labels=7)
+    model = row("Llama, sequence classification").model(num_labels=7)
     assert "score.weight" not in default_targets(model)
-    causal = llama.model(tie_word_embeddings=False)
+    causal = only("llama").model(tie_word_embeddings=False)
     assert "lm_head.weight" not in default_targets(causal)
 
 
