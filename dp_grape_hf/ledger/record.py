@@ -76,23 +76,9 @@ _COEFFICIENTS = {
         _are_coefficients,
     )
 }
-_GONE = "Read the ledger with the version of dp_grape_hf that wrote it"
-_NO_CAP = {
-    "valid": (f"None: this version cannot count the cost of a cap. {_GONE}", lambda x: False)
-}
-_NO_ESTIMATES = {
-    "valid": (
-        "None: this version cannot count the cost of clipping by estimated norms "
-        f"(method='dp_jl'). {_GONE}",
-        lambda x: False,
-    )
-}
-_CLIPPING = {
-    "valid": (
-        f"one of {', '.join(Clipping)}; clipping per layer is not supported. {_GONE}",
-        lambda x: x in Clipping,
-    )
-}
+_READ_ELSEWHERE = "Read the ledger with the version of dp_grape_hf that wrote it"
+_GONE = {"valid": (f"None: this version cannot count it. {_READ_ELSEWHERE}", lambda x: False)}
+_CLIPPING = {"valid": (f"one of {', '.join(Clipping)}. {_READ_ELSEWHERE}", lambda x: x in Clipping)}
 
 
 @dataclass(frozen=True)
@@ -183,8 +169,8 @@ class Mechanism(Record):
     clipping: str = field(default=Clipping.FLAT.value, metadata=_CLIPPING)
     projection_side: str = "smaller"
     projection_ranks: str | None = None
-    max_batch_size: int | None = field(default=None, metadata=_NO_CAP)
-    norm_directions: int | None = field(default=None, metadata=_NO_ESTIMATES)
+    max_batch_size: int | None = field(default=None, metadata=_GONE)
+    norm_directions: int | None = field(default=None, metadata=_GONE)
     max_examples_per_unit: int | None = None
     noise: str | None = field(default=None, metadata=_NOISE)
     coefficients: str | None = field(default=None, metadata=_COEFFICIENTS)

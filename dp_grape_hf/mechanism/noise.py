@@ -47,9 +47,8 @@ def add_noise_at_once_(
 
     Args:
         parts: float32 tensors of one dimension, on the device of the streams.
-        std: standard deviation of the noise, before the division.
+        std, divisor: as in ``add_noise_``.
         streams: independent generators, whose draws add up to the noise.
-        divisor: a constant.
         at_once: the most numbers that one call draws; no part has more.
     """
     total, share = sum(len(part) for part in parts), std / math.sqrt(len(streams))
@@ -87,10 +86,7 @@ def add_secure_noise_(
     """Make each part ``(part + N(0, std^2)) / divisor`` in place, with secure noise.
 
     Args:
-        parts: float32 tensors of one dimension, on the device of the streams.
-        std: standard deviation of the noise, before the division; positive.
-        streams: ``SECURE_DRAWS`` independent generators.
-        divisor: a constant.
+        parts, std, streams, divisor: as in ``add_noise_at_once_``, with ``SECURE_DRAWS`` streams.
 
     Guarantee:
         Before the division every number is a multiple of ``grid_of(std)``, rounded to float32.
