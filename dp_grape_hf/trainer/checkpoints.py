@@ -18,6 +18,7 @@ from transformers.trainer_utils import sort_checkpoints
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import digest
+from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
 
 logger = logging.getLogger(__name__)
 
@@ -103,15 +104,16 @@ def fault_of_checkpoint(folder: str | Path) -> str:
         saved = Ledger.load(folder / LEDGER_NAME).saved
     except PrivacyError:  # not skipped, because an older checkpoint would not count its releases
         return ""
-    name = ""
+    name = CHOICES_NAME
     try:
+        Choices.load(folder)
         for name, recorded in saved[-1].files.items() if saved else ():
             if digest(folder / name) != recorded:
                 return f"{name} has another digest than when it was saved."
         for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
             if (folder / name).exists():
                 zipfile.ZipFile(folder / name).close()  # its table of contents is at its end
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         return f"{name} is damaged or cut short ({error})."
     return ""
 
