@@ -107,7 +107,7 @@ class DPGrapeRewardConfig(TRLArguments, RewardConfig):  # type: ignore[misc]
 class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
     """TRL's ``RewardTrainer`` whose training is differentially private.
 
-    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
+    Arguments, guarantee and errors are as in ``DPGrapeMixin``; ``args`` is a
     ``DPGrapeRewardConfig``. An example is a pair of texts, a row of ``train_dataset``. Pairs that
     TRL drops for their length are not counted.
     """
@@ -166,7 +166,7 @@ class DPGrapeDPOConfig(TRLArguments, DPOConfig):  # type: ignore[misc]
 class DPGrapeDPOTrainer(_PairsMixin, DPOTrainer):
     """TRL's ``DPOTrainer`` whose training is differentially private.
 
-    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
+    Arguments, guarantee and errors are as in ``DPGrapeMixin``; ``args`` is a
     ``DPGrapeDPOConfig``, and ``ref_model`` and ``peft_config`` work as in ``DPOTrainer``. An
     example is a prompt with two answers, a row of ``train_dataset``. Rows that TRL drops for their
     length are not counted. The reference model runs without gradients and in evaluation mode, so

@@ -114,7 +114,7 @@ class TRLMixin(DPGrapeMixin):
 class DPGrapeSFTTrainer(TRLMixin, SFTTrainer):
     """TRL's ``SFTTrainer`` whose training is differentially private.
 
-    Arguments, guarantee and errors are those of ``DPGrapeMixin``; ``args`` is a
+    Arguments, guarantee and errors are as in ``DPGrapeMixin``; ``args`` is a
     ``DPGrapeSFTConfig``. ``peft_config`` and ``formatting_func`` work as in ``SFTTrainer``.
     An example is a row of ``train_dataset`` as passed. TRL drops rows without any token to learn;
     they are not counted.

@@ -1,6 +1,6 @@
 """The trainers of transformers, made private; ``sft`` has the trainers of TRL.
 
-Arguments, guarantee and errors are those of ``DPGrapeMixin``. Generation happens in evaluation
+Arguments, guarantee and errors are as in ``DPGrapeMixin``. Generation happens in evaluation
 only, outside the private path: its metrics are functions of the evaluation data and of private
 weights.
 """

@@ -1,1 +1,1 @@
-"""What a GPU measures: gradients, memory, time."""
+"""Measurements on a GPU: gradients, memory, time."""

@@ -1,4 +1,4 @@
-"""The models that ``gpu_report`` measures: those of the recipes, with their batches.
+"""The models that ``gpu_report`` measures: the models of the recipes, with their batches.
 
 Shapes: B samples in the batch, T positions.
 """

@@ -1,7 +1,7 @@
-"""What the recipes of the paper's experiments have in common: settings, a run, and its result.
+"""The common parts of the paper's recipes: settings, a run, and its result.
 
-A recipe (``roberta``, ``opt``, ``vit``) is a ``Family``: it loads a task and scores a model. Which
-method trains it is an option like any other, and all options have defaults in a YAML file, a
+A recipe (``roberta``, ``opt``, ``vit``) is a ``Family``: it loads a task and scores a model. The
+method of training is an option like any other. All options have defaults in a YAML file, a
 preset:
 
     arguments: {max_steps: 1000, ...}                 # of every run

@@ -7,8 +7,8 @@ Data come from the Hub or from a folder as ``recipes.paper.data`` reads them, or
   ``img``, (N, H, W[, C]) uint8, or ``jpeg`` and ``offsets``: image i is the file
   ``jpeg[offsets[i]:offsets[i + 1]]``.
 
-Nothing is computed from the images but each batch from itself: means and deviations of a private
-data set would be a release of their own.
+Each batch is computed from its images alone. Means and deviations of a private data set would be
+a further release.
 
 Shapes: N images in a data set, B in a batch, C channels, H x W pixels, S the model's image size.
 """

@@ -1,9 +1,9 @@
-"""The simulated memory of steps over batch sizes: what the paper's figures of memory show.
+"""The simulated memory of steps over batch sizes, for the paper's figures of memory.
 
     python -m recipes.paper.memory_curves --only RoBERTa --output_dir recipes/paper/results/memory
 
 ``memory_curves.yaml`` lists models, methods and batch sizes. Each step is simulated without a GPU,
-like ``dp-grape memory``, which takes half a minute. Weights have 32 bits. Each model is a JSON file
+like ``dp-grape memory``, which takes half a minute. Weights are float32. Each model is a JSON file
 with the peaks in bytes by method and batch size, from which ``recipes.report.figures`` draws.
 """
 

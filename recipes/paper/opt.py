@@ -47,7 +47,7 @@ ANSWER_GRID = 24  # tokens; answers of 1,000 questions of SQuAD take 1 to 37, 99
 
 @dataclass
 class OPTArguments(ExperimentArguments):
-    """What is trained on which examples, and how long texts may be."""
+    """The trained parameters, the examples, and the length of texts."""
 
     num_train: int = HfArg(default=1000, help="How many examples are trained on: N.")
     num_dev: int = HfArg(default=500, help="How many other training examples are scored.")

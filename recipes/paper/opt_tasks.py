@@ -1,7 +1,7 @@
 """The tasks of the OPT recipe: prompts, splits, and the tokens that a model sees of them.
 
-Prompts, answers and splits are those of Malladi et al. (2023), "Fine-tuning language models with
-just forward passes" (MeZO), which the paper builds on. A classification is a choice among options,
+Prompts, answers and splits are as in Malladi et al. (2023), "Fine-tuning language models with
+just forward passes" (MeZO); the paper builds on it. A classification is a choice among options,
 each of which is an answer to the same prompt; a question for text has one answer to learn from.
 
 To add a task, add a function that reads a row of its data, and a row in ``TASKS``.
@@ -132,7 +132,7 @@ def permutation(size: int, seed: int) -> list[int]:
 class Encoder:
     """Makes tokens of questions.
 
-    What is too long loses tokens on the left, but not the first ones, which every row has.
+    A text that is too long loses tokens on the left, but not the first ones, which every row has.
     """
 
     tokenizer: Any  # of the model

@@ -4,7 +4,7 @@
         --seed 42 --save_model --output_dir runs/roberta
 
 runs one cell of the paper's table of few-shot results (tab:roberta-fewshot-results). The seed draws
-the examples as well. ``--zero_shot --method adam`` scores the model as it is. The dev split, the
+the examples as well. ``--zero_shot --method adam`` scores the untrained model. The dev split, the
 next k examples of each class, is for choosing settings; it and the test split count as public.
 
 ``--save_model`` leaves a model that ``AutoModelForMaskedLM.from_pretrained`` loads. It classifies a
@@ -62,7 +62,7 @@ Example = dict[str, Any]
 
 @dataclass
 class RobertaArguments(ExperimentArguments):
-    """What is trained, on how much."""
+    """The trained parameters, and the number of examples."""
 
     head: Literal["prompt", "classification", "mean"] = HfArg(
         default=PROMPT,

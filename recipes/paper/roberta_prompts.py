@@ -1,6 +1,6 @@
 """The six few-shot tasks as prompts: data, templates, label words, and heads.
 
-The templates are those of LM-BFF (Gao et al. 2021), which MeZO, DPZero and the paper use. A model
+The templates come from LM-BFF (Gao et al. 2021), as in MeZO, DPZero and the paper. A model
 fills in the mask, and the logits of a few words there, one per label, are the logits of the labels.
 
 Shapes: B samples in the batch, T positions, h hidden features, L labels.
@@ -27,7 +27,7 @@ ROOM = 18  # positions that a shortened prompt keeps for all but the first text:
 
 @dataclass(frozen=True)
 class Task:
-    """A task: where its data are, and what is made of them; a row of ``roberta_tasks.yaml``."""
+    """A task, its data and its prompts: a row of ``roberta_tasks.yaml``."""
 
     path: str  # of the data set at the Hub
     texts: Sequence[str]  # the columns of its texts
@@ -139,9 +139,8 @@ def logits_at_mask(
 ) -> SequenceClassifierOutput:
     """Returns the logits of the labels' words, (B, L); a forward of a masked language model.
 
-    The vocabulary head runs at one position per sample, ``mask_pos`` (B,), or the first where
-    nothing says which: its logits and its gradient, which has rank 1 there, take 1/T of what they
-    would take.
+    The vocabulary head runs at one position per sample: ``mask_pos`` (B,), or the first position if
+    it is None. So its logits take 1/T of the memory, and so does its gradient, which has rank 1.
     """
     if mask_pos is None:
         mask_pos = torch.zeros_like(input_ids[:, 0])

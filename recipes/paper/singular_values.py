@@ -43,7 +43,7 @@ Sums = dict[str, Tensor]  # weight name -> gradient, (m, n)
 
 @dataclass
 class SpectrumArguments:
-    """Which gradients are looked at; beside the arguments of a recipe."""
+    """The gradients to decompose, in addition to the arguments of a recipe."""
 
     bounds: list[float] = field(
         default_factory=lambda: [0.01, 0.1, 1.0, 10.0, 100.0],

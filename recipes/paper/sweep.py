@@ -2,11 +2,11 @@
 
     python -m recipes.paper.sweep --config sweep.yaml --output_dir runs/sweep --jobs 2
 
-The file says what is run:
+The file defines the runs:
 
     recipe: roberta
     arguments: {config: ours, model_name_or_path: ./roberta-large}    # of every run
-    tasks:                                                            # and what each has besides
+    tasks:                                                            # and the arguments of each
       SST-2: {dataset_path: data/sst2}
       Reviews: {task: SST-2, dataset_path: data/reviews}              # which is made like SST-2
     search: {epsilon: 6, seed: 100, arguments: {k: 256}}              # arguments may be left out
@@ -18,13 +18,13 @@ The file says what is run:
         search: {max_steps: 100}                                      # of this row's search only
         tasks: {Reviews: {weight_decay: 0.1}}                         # of this row on that task
 
-How the grid is searched, ``recipes.common.sweep`` says. The search is not covered by any epsilon:
-every result says how many runs it cost, those of a grid that was changed since included.
+``recipes.common.sweep`` documents the search of a grid. No epsilon covers the search: every result
+gives the number of its runs, including the runs of a grid that was changed since.
 
-Each run is a process with a folder of its own, which holds its command, its log and its result. The
-result is also a line of ``runs.jsonl``. A run that has a line is not run again; one that fails is
+Each run is a process with a separate folder, which holds its command, its log and its result. The
+result is also a line of ``runs.jsonl``. A run with a line is not run again. A run that fails is
 named at the end, and tried again the next time. A result whose preset was changed since stops the
-sweep, before anything is mixed.
+sweep, so that results are not mixed.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def title_of(method: str) -> str:
 
 
 class Experiments(Sweep):
-    """Runs of a recipe, each by a command of its own, in a process."""
+    """Runs of a recipe, each by a separate command, in a process."""
 
     def command(self, cell: Cell) -> list[str]:
         """Returns the command of a run."""
@@ -161,7 +161,7 @@ class Experiments(Sweep):
     def refuse_changed(self, cells: Iterable[Cell]) -> None:
         """Refuses results that were made with other settings than their runs would have today.
 
-        A line is known by what the file of the sweep says, and not by what a preset does.
+        The file of the sweep identifies a line; the preset does not.
         """
         found = [(cell, self.result(cell)) for cell in cells]
         wrong = [
@@ -203,7 +203,7 @@ def write_summary(sweep: Sweep) -> dict[str, Any]:
 
 
 def as_markdown(summary: Mapping[str, Any]) -> str:
-    """Return what ``sweep.md`` says: the scores, if there are any, and those of the search."""
+    """Return the text of ``sweep.md``: the scores, and the scores of the search."""
     rows = [row for rows in summary["tasks"].values() for row in rows.values()]
     if not any(row["scores"] for row in rows):
         return search_table(summary)

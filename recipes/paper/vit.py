@@ -6,8 +6,8 @@
 runs ViT-Base from scratch for 60 epochs, and ``--task CIFAR-10-fine-tune`` from a checkpoint of
 ImageNet for 20 (Tables tab:vit-full-results and tab:vit-full-results-finetuning).
 
-The paper reports the best test accuracy during training. Here the last weights count, and a
-``curve`` beside them shows what choosing on test data would have given. ``--held_out`` trains on
+The paper reports the best test accuracy during training. Here the last weights count. A ``curve``
+in the result shows the accuracy that a choice on test data would give. ``--held_out`` trains on
 four fifths of the training data and scores the rest, for a search; the test data are not looked at.
 The images that are scored count as public: no epsilon covers them.
 """
@@ -53,7 +53,7 @@ _SHAPE = (
 
 @dataclass
 class ViTArguments(ExperimentArguments):
-    """Which transformer is trained on which images."""
+    """The transformer and the images that it is trained on."""
 
     from_scratch: bool = HfArg(
         default=False,

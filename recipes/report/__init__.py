@@ -1,1 +1,1 @@
-"""Tables and figures of committed results, the paper's beside ours."""
+"""Tables and figures of committed results, the paper's next to ours."""

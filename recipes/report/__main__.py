@@ -1,12 +1,12 @@
-"""Renders every table of results, that of options, and the model cards, in the committed pages.
+"""Render all tables of results, the table of options, and the model cards, in committed pages.
 
     make tables                        # python -m recipes.report
     python -m recipes.report --check
 
-``PAGES`` are rendered whole. In any other page, what stands between two lines of its own,
-``<!-- table: NAME -->`` and ``<!-- end -->``, is the table of that name in ``TABLES``. Pages that
-were not what the results say are written anew and named, and the exit status is 1; ``--check``
-writes nothing. Nothing is trained or measured: the recipes do that, README.md says how.
+``PAGES`` are rendered whole. In any other page, the table NAME of ``TABLES`` is written between the
+lines ``<!-- table: NAME -->`` and ``<!-- end -->``. Pages that differ from the results are written
+anew and named, and the exit status is 1. ``--check`` writes nothing. Nothing is trained or measured
+here: README.md explains how to run the recipes.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
 
 
 def stale(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields the path of each page that is not what the results say, and what it should be."""
+    """Yield the path of each page that differs from the results, and its new text."""
     for path, render in PAGES.items():
         text = render(root)
         page = root / path

@@ -106,7 +106,7 @@ def accuracy_against_examples(summary: Mapping[str, Any]) -> Figure:
 
 
 def drawn(wanted: Spec, root: Path) -> Figure:
-    """Return a figure from results below a root, with a mark on what was not run."""
+    """Return a figure from results below a root, with a mark on cells without a run."""
     panels = PANELS[wanted["panels"]](root / RESULTS, wanted)
     marks = {
         title: wanted.get("mark", "") if _ours(lines) else f"ours: {NOT_RUN}" if lines else NOT_RUN

@@ -1,4 +1,4 @@
-"""The tables of the front page, from committed results, and that of all arguments."""
+"""The tables of the front page, from committed results, and the table of all arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The paper's tables with our results beside the paper's, in Markdown.
+"""The paper's tables with our results next to the paper's, in Markdown.
 
-What the paper prints is in ``paper_tables.yaml``. Ours are the final runs of the committed sweeps
+The paper's numbers are in ``paper_tables.yaml``. Ours are the final runs of the committed sweeps
 that have the paper's settings (``SWEEPS``), from folders of the same names in
-``recipes/paper/results``. Where there is no run, it says ``not run``. Runs of other settings are
+``recipes/paper/results``. A cell without a run is ``not run``. Runs of other settings are
 not among them: the studies show those.
 """
 
@@ -98,7 +98,7 @@ def places_of(spec: Spec) -> list[tuple[str, str]]:
 
 
 def scores(spec: Spec, ours: Cells) -> str:
-    """Return a table of the paper, with our runs of the same cells beside it."""
+    """Return a table of the paper, with our runs of the same cells next to it."""
     places, nothing = places_of(spec), [None] * len(spec["columns"])
     printed = {(line["method"], line.get("epsilon")): line["values"] for line in spec["rows"]}
     own = {place: runs for place, runs in ours.items() if place[1:3] in places}
@@ -134,7 +134,7 @@ def _best(result: Mapping[str, Any]) -> float:
 
 
 def origin(runs: Runs) -> list[str]:
-    """Return where results come from, and what they say themselves."""
+    """Return the origin of results, and their remarks."""
     if not runs:
         return []
     seeds = _listed(result["settings"]["seed"] for result in runs)

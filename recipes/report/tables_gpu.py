@@ -23,7 +23,7 @@ Spec = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on a GPU, and what was simulated."""
+    """The measurements on a GPU, and the simulated ones."""
 
     rows: Sequence[Mapping[str, Any]] = ()  # those of ``gpu_report``
     # peaks in bytes, by model, method and batch size (``recipes.paper.memory_curves``)

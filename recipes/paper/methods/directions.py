@@ -1,8 +1,8 @@
 """Random directions over the weights, along which zeroth-order methods measure and move.
 
 A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
-What fits 64 MiB is kept until the next step, since a step needs it twice for each physical batch
-and once for the update. ``zeroth_order`` says what is measured along them.
+Up to 64 MiB are kept until the next step, because a step needs a block twice for each physical
+batch and once for the update. ``zeroth_order`` measures losses along the directions.
 
 Shapes: K directions, d trainable numbers.
 """

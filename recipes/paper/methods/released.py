@@ -1,7 +1,7 @@
 """Projections of private sums: full private gradients, projected to keep optimizer states small.
 
 Naive DP-GaLore (paper, Appendix "GaLore and Naive DP-GaLore"), D2P2 and their non-private
-counterparts GaLore and FLORA. What is projected is private, so P may be computed from it: GaLore
+counterparts GaLore and FLORA. They project a private sum, so P may be computed from it: GaLore
 takes its leading singular vectors.
 """
 

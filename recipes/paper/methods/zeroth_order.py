@@ -1,7 +1,7 @@
 """Training from losses alone: one number per sample and direction, from forward passes.
 
 A step has K public random directions z_k over all trainable parameters. Sample i's coordinates are
-the finite differences of its own loss, which cost two forward passes and no backward pass:
+the finite differences of its loss, which cost two forward passes and no backward pass:
 
     s_ik = (loss_i(W + mu z_k) - loss_i(W - mu z_k)) / (2 mu),    W -= lr / K * sum_k g_k z_k
 
@@ -80,13 +80,13 @@ class ZerothOrderEngine(QueryEngine):
         self.read = set()
 
     def use(self, step: int) -> None:
-        """Chooses the directions: those of this step of training, until the next call."""
+        """Choose the directions of this step of training, until the next call."""
         self._step = step
 
     def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Returns losses (B,) and finite differences (B, K).
 
-        A loss is the mean of what the sample's passes gave, at ``W + mu z_k`` and ``W - mu z_k``.
+        A loss is the mean over the sample's passes, at ``W + mu z_k`` and ``W - mu z_k``.
 
         Raises:
             PrivacyError: without ``use``.
@@ -155,8 +155,8 @@ class ZerothOrderSGD(torch.optim.Optimizer):
 
     Args:
         params: parameters or parameter groups, which may set ``lr`` and ``weight_decay``.
-        directions: those of the engine whose release it receives.
-        lr: the learning rate; by default that of DPZero's and MeZO's experiments.
+        directions: the directions of the engine whose release it receives.
+        lr: the learning rate; the default is the rate of DPZero's and MeZO's experiments.
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``.
         rounding_seed: the public seed of the rounding.
     """

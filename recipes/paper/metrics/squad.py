@@ -50,6 +50,6 @@ def words(text: str) -> list[str]:
 
 
 def word_f1(found: list[str], wanted: list[str]) -> float:
-    """Return the F1 of words, from 0 to 1; each counts as often as it is there."""
+    """Return the F1 of words, from 0 to 1; repeated words count repeatedly."""
     common = (Counter(found) & Counter(wanted)).total()
     return 2 * common / (len(found) + len(wanted)) if common else 0.0
