@@ -19,6 +19,7 @@ from mkdocs.structure.pages import Page
 from nbconvert import MarkdownExporter
 
 from dp_grape_hf.options import OPTIONS
+from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
 LINKED = [
@@ -34,6 +35,8 @@ FORMULA = re.compile(
 
 PLACE = "<!-- options -->"
 """The place of the options in the page of the arguments."""
+MESSAGES = "<!-- messages -->"
+"""The place of all messages in the page of questions and answers."""
 
 SUBPACKAGE = """# {0}
 
@@ -99,7 +102,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return shown + hash_sign + anchor
         return in_repository(target, source)
 
-    return with_links(markdown.replace(PLACE, options()), link)
+    generated = markdown.replace(PLACE, options())
+    if MESSAGES in generated:
+        generated = generated.replace(MESSAGES, messages.section())
+    return with_links(generated, link)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -1,6 +1,5 @@
 """The site: it is built without a warning, its links lead somewhere, and it needs nothing else."""
 
-import ast
 import json
 import re
 import subprocess
@@ -15,6 +14,7 @@ import pytest
 
 import dp_grape_hf
 from dp_grape_hf import DPGrapeTrainingArguments
+from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
 CODE = {"code", "pre", "script", "style"}
@@ -205,23 +205,38 @@ def test_files_and_folders_have_an_address_in_the_repository() -> None:
         in_repository("nothing", page)
 
 
+def test_the_list_of_messages_has_errors_and_warnings(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        "raise PrivacyError(f'{size=} is larger than ' + f'{limit} rows. Lower it.')\n"
+        "require(done, 'the run is not done. Train first.')\n"
+        "logger.warning('%d of the steps are %.4g apart', 1, 2)\n"
+        "raise PrivacyError(f'{error}')\nraise KeyError('this is not a message')\n"
+        "warnings.append('The rate is too large. Lower it.')\n"
+        "names.append('this is a part of a message')\n"
+    )
+    assert list(messages.messages(module)) == [
+        "size=… is larger than … rows. Lower it.",
+        "the run is not done. Train first.",
+        "… of the steps are … apart",
+        "The rate is too large. Lower it.",
+    ]
+    page = messages.section()
+    for text in (
+        "### Messages of ledger\n",
+        "Nothing will be learnt: if all examples agreed",
+        "target_delta=None: epsilon has no meaning",
+        "save_steps=… is not a",
+    ):
+        assert text in page
+
+
 NOT_OURS = {"Per sample gradient is not initialized"}  # of Opacus
-# values in headings, to which pages link, and names of options
-EXAMPLES = dict.fromkeys(("MyModel", "eval_dataset", "fp16", "packing"), "…")
-
-
-def text_of(node: ast.AST) -> str:
-    """A text in the code, with "…" for each value in it."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.sub(r"%[.\d]*[sdgir]", "…", node.value)
-    if isinstance(node, ast.JoinedStr):
-        return "".join(map(text_of, node.values))
-    return text_of(node.left) + text_of(node.right) if isinstance(node, ast.BinOp) else "…"
+EXAMPLES = {"MyModel": "…", "eval_dataset": "…"}  # values in headings, to which pages link
 
 
 def test_messages_quoted_by_the_questions_page_exist() -> None:
-    modules = [ast.parse(path.read_text("utf-8")) for path in ROOT.glob("dp_grape_hf/**/*.py")]
-    every = {" ".join(text_of(node).split()) for module in modules for node in ast.walk(module)}
+    every = [text for path in messages.PACKAGE.rglob("*.py") for text in messages.messages(path)]
     page = (ROOT / "recipes" / "guide" / "questions.md").read_text(encoding="utf-8")
     prose = " ".join(re.sub(r"```.*?```|`[^`]*`", " ", page, flags=re.DOTALL).split())
     quoted = {text for text in re.findall(r'"([^"]+)"', prose) if len(text.split()) >= 4}
