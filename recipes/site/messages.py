@@ -30,8 +30,8 @@ def section() -> str:
     for module in sorted(PACKAGE.rglob("*.py")):
         subpackage = module.relative_to(PACKAGE).parts[0].removesuffix(".py")
         sections.setdefault(subpackage, []).extend(messages(module))
-    lists = (f"### Messages of {n}\n\n" + "\n".join(bullets(t)) for n, t in sections.items() if t)
-    return "\n\n".join(lists) + "\n"
+    lists = (f"### Messages of {n}\n\n{bullets(t)}" for n, t in sections.items() if t)
+    return "\n".join(lists)
 
 
 def messages(module: Path) -> list[str]:
