@@ -29,7 +29,7 @@ PRINCIPAL = {"projection": "principal", "projection_update_steps": None}
 
 
 def llama() -> Any:
-    return without_dropout(only("llama").model())
+    return without_dropout(only("llama").model(bos_token_id=1))  # 0 is the padding
 
 
 @pytest.mark.slow
