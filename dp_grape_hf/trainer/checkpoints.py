@@ -91,8 +91,8 @@ def refuse_longer_run(folder: str | Path, steps: int) -> None:
 def fault_of_checkpoint(folder: str | Path) -> str:
     """Return why a checkpoint is not complete; empty if it is complete.
 
-    The files of the model must have the digests that the checkpoint's ledger recorded.
-    ``Ledger.resume`` checks the ledger.
+    The files of the model must have the digests that the checkpoint's ledger recorded. A ledger
+    that is damaged, or of another run, counts as complete: ``Ledger.resume`` refuses it.
     """
     folder = Path(folder)
     try:
@@ -101,9 +101,12 @@ def fault_of_checkpoint(folder: str | Path) -> str:
     except (OSError, ValueError, TypeError) as error:
         return f"{TRAINER_STATE_NAME} cannot be read ({error})."
     try:
-        saved = Ledger.load(folder / LEDGER_NAME).saved
+        ledger, live = Ledger.load(folder / LEDGER_NAME), folder.parent / LEDGER_NAME
+        if live.is_file() and Ledger.load(live).run_id != ledger.run_id:
+            return ""
     except PrivacyError:  # not skipped, because an older checkpoint would not count its releases
         return ""
+    saved = ledger.saved
     name = CHOICES_NAME
     try:
         Choices.load(folder)

@@ -165,7 +165,7 @@ def _claim_more_noise(folder: Path) -> None:
     ("tamper", "message"),
     [
         (_edit_the_count, r"entry 2 of 3 \(releases\) does not fit its digest"),
-        (_take_the_ledger_of_another_run, "another digest"),
+        (_take_the_ledger_of_another_run, r"different runs"),
         (_claim_more_noise, r"noise_multiplier=1.0 \(recorded: 2.0\)"),
     ],
 )
