@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.projections import Projector, Side, principal_directions
-from tests.support.oracles import Calls, assert_gradients_equal, single_sample_gradients
+from recipes.benchmark.kernels import Kernels
+from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 
 class Attention(nn.Module):
@@ -82,7 +83,7 @@ def test_one_tensor_is_projected_once_and_not_kept_afterwards() -> None:
     for projectors in (one, each):
         engine = make_engine("layerwise", model, squared)
         engine(inputs, projectors)
-        with (calls := Calls()):
+        with (kernels := Kernels()):
             engine(inputs, projectors)
-        counts.append(calls.of["addmm"])
+        counts.append(kernels.calls["addmm"])
     assert counts[1] - counts[0] == 2

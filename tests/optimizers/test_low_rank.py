@@ -15,11 +15,11 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import functions, make_engine
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam, projected as optimizer_module
 from dp_grape_hf.projections import ProjectionSchedule, Projector
+from recipes.benchmark.kernels import Kernels
 from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
 from tests.support.oracles import (
-    Calls,
     Largest,
     assert_gradients_equal,
     single_sample_gradients,
@@ -182,9 +182,9 @@ def test_a_layer_and_its_branch_share_what_both_need() -> None:
     for branches in ({}, updates.branches):
         engine.add_branches(branches)
         engine(inputs, projectors)
-        with (calls := Calls()):
+        with (kernels := Kernels()):
             engine(inputs, projectors)
-        found.append(calls.of)
+        found.append(kernels.calls)
     apart, together = found
     assert apart["add"] - together["add"] >= 3
     assert apart.total() - together.total() >= 10

@@ -8,6 +8,7 @@ import torch
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import Layout
 from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedAdam, ProjectedOptimizer
+from recipes.benchmark.kernels import Kernels
 from tests.support.optimizers import (
     Draw,
     Parameters,
@@ -18,7 +19,6 @@ from tests.support.optimizers import (
     saved_and_loaded,
     step,
 )
-from tests.support.oracles import Calls
 
 EXACT: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -142,9 +142,9 @@ def test_one_kernel_call_moves_all_16_bit_weights() -> None:
     for name, projector in projectors.items():
         optimizer.store_separately(weights[name], projector)
     flat_step(optimizer, weights, 0, projectors)
-    with (calls := Calls()):
+    with (kernels := Kernels()):
         flat_step(optimizer, weights, 1, projectors)
-    assert calls.of["_fused_adamw_"] == 1
+    assert kernels.calls["_fused_adamw_"] == 1
 
 
 def test_gradients_of_weights_unknown_to_the_optimizer_are_refused() -> None:

@@ -1,6 +1,5 @@
 """The definition of a per-sample gradient, a loop over samples, and how to compare with it."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,18 +102,3 @@ class Largest(TorchDispatchMode):
                 size = tensor.untyped_storage().nbytes() // tensor.element_size()
                 self.numbers = max(self.numbers, min(size, tensor.numel()))  # of views, theirs
         return output
-
-
-class Calls(TorchDispatchMode):
-    """Counts the calls of each operator that returns no part of an argument."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.of: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if not any(value.alias_info for value in func._schema.returns):
-            self.of[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
