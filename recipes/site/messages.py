@@ -19,9 +19,8 @@ _TEXT_OF = {
 }
 """Name of a function -> position of the message among its arguments."""
 _TABLE = "REFUSED_"  # beginning of the names of tables: option -> why a value is not supported
-_WORDS = re.compile(
-    r"(?:[^\W\d_]{2,}(?![^\W\d_]).*?){4}", re.DOTALL
-)  # shorter texts are no messages
+# Four words; shorter texts are no messages.
+_WORDS = re.compile(r"(?:[^\W\d_]{2,}(?![^\W\d_]).*?){4}", re.DOTALL)
 
 
 def section() -> str:
