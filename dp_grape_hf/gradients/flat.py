@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -155,29 +155,31 @@ class Runs:
         return self._of[1]
 
 
-class FlatGradients(Mapping[str, PerSampleGradient]):
-    """Per-sample gradients by parameter name; most of them are views of one matrix.
+V = TypeVar("V")
+
+
+class _Flat(Mapping[str, V]):
+    """Values by parameter name; most of them are views of one tensor.
 
     Args:
-        layout: the parameters and their columns.
-        flat: the matrix (B, D), float32.
-        others: the gradients of all other parameters.
+        layout: the parameters and their parts of the tensor.
+        flat: the tensor, (D,) or (B, D), float32.
+        others: the values of all other parameters.
         order: the names of all parameters.
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        flat: Tensor,
-        others: Mapping[str, PerSampleGradient],
-        order: Collection[str],
+        self, layout: Layout, flat: Tensor, others: Mapping[str, V], order: Collection[str]
     ) -> None:
         self.layout, self.flat, self.others = layout, flat, dict(others)
         self._order = order
 
-    def __getitem__(self, name: str) -> PerSampleGradient:
+    def _value(self, view: Tensor) -> V:
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> V:
         place = self.layout.places.get(name)
-        return self.others[name] if place is None else Dense(place.of(self.flat))
+        return self.others[name] if place is None else self._value(place.of(self.flat))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
@@ -185,46 +187,24 @@ class FlatGradients(Mapping[str, PerSampleGradient]):
     def __len__(self) -> int:
         return len(self.layout.places) + len(self.others)
 
-    def in_runs(self, runs: Runs) -> dict[str, PerSampleGradient]:
-        """Return one gradient for each run, by the name of its first parameter, and all others."""
+    def in_runs(self, runs: Runs) -> dict[str, V]:
+        """Return one value for each run, by the name of its first parameter, and all others."""
         parts = runs.of(self.layout).items()
-        return {name: Dense(self.flat[:, part]) for name, part in parts} | self.others
+        return {name: self._value(self.flat[..., part]) for name, part in parts} | self.others
 
 
-class FlatTensors(Mapping[str, Tensor]):
-    """Tensors by parameter name; most of them are views of one vector.
+class FlatGradients(_Flat[PerSampleGradient]):
+    """Per-sample gradients by parameter name; most of them are views of one matrix (B, D)."""
 
-    Args:
-        layout: the parameters and their parts of the vector.
-        flat: the vector (D,), float32.
-        others: the tensors of all other parameters.
-        order: the names of all parameters.
-    """
+    def _value(self, view: Tensor) -> PerSampleGradient:
+        return Dense(view)
 
-    def __init__(
-        self,
-        layout: Layout,
-        flat: Tensor,
-        others: Mapping[str, Tensor],
-        order: Collection[str],
-    ) -> None:
-        self.layout, self.flat, self.others = layout, flat, dict(others)
-        self._order = order
 
-    def __getitem__(self, name: str) -> Tensor:
-        place = self.layout.places.get(name)
-        return self.others[name] if place is None else place.of(self.flat)
+class FlatTensors(_Flat[Tensor]):
+    """Tensors by parameter name; most of them are views of one vector (D,)."""
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._order)
-
-    def __len__(self) -> int:
-        return len(self.layout.places) + len(self.others)
-
-    def in_runs(self, runs: Runs) -> dict[str, Tensor]:
-        """Return one tensor for each run, by the name of its first parameter, and all others."""
-        parts = runs.of(self.layout).items()
-        return {name: self.flat[part] for name, part in parts} | self.others
+    def _value(self, view: Tensor) -> Tensor:
+        return view
 
 
 def tables_of(model: nn.Module, names: Mapping[int, str]) -> frozenset[str]:

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dp_grape_hf.projections import Projector, Side
+
 _CHUNK = 4096  # numbers whose squares are added up in one float32 sum
 _LARGE = 2**23  # numbers of a matrix above which no dense gradient per sample is formed
 
@@ -380,6 +382,32 @@ def inner(left: Single, right: Single) -> Tensor:
             gram = torch.bmm(left.values.float(), right.values.float().transpose(1, 2))
             return (gram * same_row).sum((1, 2))
     raise AssertionError((type(left), type(right)))
+
+
+def projected(gradient: Single, projector: Projector | None, done: bool = False) -> Single:
+    """Return ``P^T G`` or ``G P``, computed from the factors of a gradient G.
+
+    Args:
+        gradient: G.
+        projector: P; None for an unprojected weight.
+        done: whether a factor of G is projected already.
+    """
+    if projector is None:
+        return gradient
+    left = projector.side is Side.LEFT
+    match gradient:
+        case Factored() if done:
+            return gradient.dense()
+        case Factored(rows, cols) if left:
+            return Factored(rows @ projector.matrix.to(rows.dtype), cols).dense()
+        case Factored(rows, cols):
+            return Factored(rows, projector.project(cols)).dense()
+        case SparseRows(indices, values, _) if left:  # P^T G is a look-up of rows of P
+            return Factored(projector.matrix.to(values.dtype)[indices], values).dense()
+        case SparseRows(indices, values, num_rows):
+            return SparseRows(indices, projector.project(values), num_rows)
+        case Dense(values):
+            return Dense(projector.project(values))
 
 
 # ---- Several uses of one weight ----

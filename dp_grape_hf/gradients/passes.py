@@ -37,12 +37,7 @@ from dp_grape_hf.gradients.definition import (
     vmap_safe,
 )
 from dp_grape_hf.gradients.flat import Piece
-from dp_grape_hf.gradients.forms import (
-    Dense,
-    Factored,
-    Single,
-    SparseRows,
-)
+from dp_grape_hf.gradients.forms import Dense, Factored, Single, projected
 from dp_grape_hf.gradients.layers import (
     Forward,
     Key,
@@ -297,7 +292,7 @@ class Pass:
             done = early and local == "weight"
             projector = self._projectors.get(name)
             with self._observer.phase(GRADIENTS if projector is None else PROJECT):
-                gradient = _project(gradients[local], projector, done, self._in_form)
+                gradient = self._in_form(projected(gradients[local], projector, done))
             shape = self._trainable[name].shape
             if len(shape) > 2:  # the weight of a convolution, which its rule treats as a matrix
                 dense = gradient.dense() if isinstance(gradient, Factored) else gradient
@@ -330,8 +325,8 @@ class Pass:
 
     def take_rows(self, name: str, gradient: Tensor) -> None:
         """Capture the gradient (B, ...) of a parameter that has a row for each sample."""
-        dense, projector = Dense(gradient[:, None].float()), self._projectors.get(name)
-        self.captured[name].append(_project(dense, projector, False, _unchanged))
+        dense = Dense(gradient[:, None].float())
+        self.captured[name].append(projected(dense, self._projectors.get(name)))
 
     def _run_generic(self, site: Site, original: Forward, args: Any, kwargs: Any) -> Any:
         """Run a module with weights ``W + lift(tap_i)`` for sample i: under vmap, or in a loop."""
@@ -422,42 +417,6 @@ class Pass:
             weight, projector = self._trainable[name], self._projectors.get(name)
             self._taps[name] = zero_coordinates(weight, projector, self.batch_size)
         return self._taps[name]
-
-
-def _unchanged(gradient: Single) -> Single:
-    return gradient
-
-
-def _project(
-    gradient: Single,
-    projector: Projector | None,
-    done: bool,
-    in_form: Callable[[Single], Single],
-) -> Single:
-    """Return ``P^T G`` or ``G P``, computed from the factors of a gradient G.
-
-    Args:
-        gradient: G.
-        projector: P; None for an unprojected weight.
-        done: whether a factor was projected when it was saved.
-        in_form: returns an unprojected gradient, or a table, in the form to keep.
-    """
-    if projector is None:
-        return in_form(gradient)
-    left = projector.side is Side.LEFT
-    match gradient:
-        case Factored() if done:
-            return gradient.dense()
-        case Factored(rows, cols) if left:
-            return Factored(rows @ projector.matrix.to(rows.dtype), cols).dense()
-        case Factored(rows, cols):
-            return Factored(rows, projector.project(cols)).dense()
-        case SparseRows(indices, values, _) if left:  # P^T G is a look-up of rows of P
-            return Factored(projector.matrix.to(values.dtype)[indices], values).dense()
-        case SparseRows(indices, values, num_rows):
-            return in_form(SparseRows(indices, projector.project(values), num_rows))
-        case Dense(values):
-            return Dense(projector.project(values))
 
 
 def _state_of(site: Site) -> set[tuple[str, int, int]]:

@@ -4,9 +4,8 @@ The per-sample gradient of a weight is the derivative of one sample's loss in th
 that sample. Under ``torch.func.vmap`` this would take B copies ``W + lift(z_i)`` of each weight,
 although z is zero and all of them equal W. So the module's code receives a stand-in for the weight:
 
-* ``linear``, ``addmm``, ``embedding``, ``layer_norm`` and convolutions are linear in the weight.
-  Their value is computed from W, for all samples at once, and a node at the output computes the
-  derivative in z.
+* ``linear``, ``addmm`` and ``embedding`` are linear in the weight. Their value is computed from W,
+  for all samples at once, and a node at the output computes the derivative in z.
 * Any other operation uses the sum ``W + lift(z)``, which is formed at its first use.
 
 The operation decides, and not the module that owns the weight. So derivatives are also exact for a
@@ -19,7 +18,6 @@ own tensors may have any dimensions before the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from dp_grape_hf.gradients.forms import Factored, Single, SparseRows
+from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows, projected
 from dp_grape_hf.projections import Projector, Side
 
 Record = Callable[[str, Single], None]
@@ -311,6 +309,14 @@ def _positions(tensor: Tensor, last: int = 1) -> Tensor:
     return tensor.reshape(len(tensor), tensor.shape[1:end].numel(), *tensor.shape[end:])
 
 
+def _of_coordinates(weight: _StandIn, gradient: Single) -> Tensor | None:
+    """Return a gradient as one of z if it is dense; else record it."""
+    if isinstance(gradient, Dense):
+        return gradient.values
+    weight.record(weight.label, gradient)
+    return None
+
+
 def _addmm(
     input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
 ) -> Tensor | None:
@@ -332,17 +338,15 @@ def _product(
         return None
     trained = isinstance(weight, _StandIn)
     projector = weight.projector if trained else None
-    on_right = projector is not None and (projector.side is Side.RIGHT) != transposed
-    before, after = (projector, None) if on_right else (None, projector)
+    on_input = projector is not None and (projector.side is Side.RIGHT) != transposed
+    before = projector if on_input else None
 
     def derivative(grad: Tensor, saved: Tensor) -> tuple[Tensor | None, ...]:
         rows, cols, found = _positions(grad), _positions(saved), []
         if trained:
-            matrix = Factored(rows @ after.matrix.to(rows.dtype) if after else rows, cols)
-            swapped = Factored(matrix.cols, matrix.rows) if transposed else matrix
-            if projector is None:
-                weight.record(weight.label, swapped)
-            found.append(None if projector is None else swapped.dense().values)
+            matrix = Factored(cols, rows) if transposed else Factored(rows, cols)
+            gradient = projected(matrix, projector, done=before is not None)
+            found.append(_of_coordinates(weight, gradient))
         if isinstance(bias, _StandIn):
             found.append(rows.sum(1, dtype=torch.float32))
         return tuple(found)
@@ -379,12 +383,9 @@ def _embedding(
         if padding_idx is not None:  # this row is a constant, as in autograd
             padding = indices == padding_idx % num_rows
             values = values.masked_fill(padding[:, :, None], 0)
-        if projector is not None and projector.side is Side.LEFT:
-            picked = projector.matrix.to(values.dtype)[indices]  # P^T G is a look-up of rows of P
-            return (Factored(picked, values).dense().values,)
-        values = values if projector is None else projector.project(values)
-        weight.record(weight.label, SparseRows(indices, values, num_rows))
-        return (None,)
+        return (
+            _of_coordinates(weight, projected(SparseRows(indices, values, num_rows), projector)),
+        )
 
     def compute(indices: Tensor, z: Tensor) -> tuple[Tensor, int]:
         output = functional.embedding(indices, weight.weight)
@@ -393,88 +394,8 @@ def _embedding(
     return outside_vmap(weight.z, compute, input, weight.z)
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-) -> Tensor | None:
-    """Return ``n(x) w + b``; only x is kept, and the normalised input is recomputed."""
-    if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
-        return None
-    dims = len(normalized_shape)
-
-    def derivative(grad: Tensor, saved: Tensor) -> tuple[Tensor, ...]:
-        grad, found = _positions(grad, dims).float(), []
-        if isinstance(weight, _StandIn):
-            normalised = functional.layer_norm(saved.float(), normalized_shape, eps=eps)
-            found.append((grad * _positions(normalised, dims)).sum(1))
-        if isinstance(bias, _StandIn):
-            found.append(grad.sum(1))
-        return tuple(found)
-
-    def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
-        output = functional.layer_norm(x, normalized_shape, _plain(weight), _plain(bias), eps)
-        return AtZero.apply(output, x.detach(), derivative, *coordinates), 0
-
-    coordinates = _moving(weight, bias)
-    return outside_vmap(coordinates[0], compute, input, *coordinates)
-
-
-def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor | None]:
-    """Return a convolution over ``dims`` dimensions, with a backward pass for each sample."""
-
-    def operation(
-        input: Tensor,
-        weight: Any,
-        bias: Any = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor | None:
-        if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
-            return None
-        if isinstance(padding, str) or getattr(weight, "projector", None) is not None:
-            return None
-        sizes = [[x] * dims if isinstance(x, int) else x for x in (stride, padding, dilation)]
-
-        def derivative(grad: Tensor, images: Tensor, batch_size: int) -> tuple[Tensor, ...]:
-            found = []
-            if isinstance(weight, _StandIn):
-                kernel = grad.new_zeros(()).expand(weight.shape)  # only its shape is read
-                each = zip(
-                    grad.chunk(batch_size), images.to(grad.dtype).chunk(batch_size), strict=True
-                )
-                of_samples = (
-                    torch.ops.aten.convolution_backward(
-                        g, x, kernel, None, *sizes, False, [0] * dims, groups, (False, True, False)
-                    )[1]
-                    for g, x in each
-                )
-                found.append(torch.stack([*of_samples]))
-            if isinstance(bias, _StandIn):
-                places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
-                found.append(places.sum((1, 3), dtype=torch.float32))
-            return tuple(found)
-
-        def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
-            sample = x.shape[: -dims - 1]  # (B,) or (B, b)
-            images = x.reshape(-1, *x.shape[-dims - 1 :])
-            output = function(images, _plain(weight), _plain(bias), *sizes, groups)
-            of_batch = partial(derivative, batch_size=len(x))
-            output = AtZero.apply(output, images.detach(), of_batch, *coordinates)
-            return output.unflatten(0, sample), 0
-
-        coordinates = _moving(weight, bias)
-        return outside_vmap(coordinates[0], compute, input, *coordinates)
-
-    return operation
-
-
 _OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
     functional.linear: _product,
     torch.addmm: _addmm,
     functional.embedding: _embedding,
-    functional.layer_norm: _layer_norm,
-    functional.conv1d: _convolution(functional.conv1d, 1),
-    functional.conv2d: _convolution(functional.conv2d, 2),
-    functional.conv3d: _convolution(functional.conv3d, 3),
 }
