@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from dp_grape_hf.phases import is_cpu
+
 Recompute = Callable[[Tensor], Tensor]
 
 _SHORT = (torch.bfloat16, torch.float16)
@@ -259,6 +261,6 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left_i^T right_i`` of each sample, (B, k, m), float32."""
-    if left.is_cuda and left.dtype in _SHORT and _HAS_OUT_DTYPE:
+    if not is_cpu(left.device) and left.dtype in _SHORT and _HAS_OUT_DTYPE:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.mT, right).float()
