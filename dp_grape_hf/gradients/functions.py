@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-
-from dp_grape_hf.phases import is_cpu
 
 Recompute = Callable[[Tensor], Tensor]
 
@@ -261,6 +260,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left_i^T right_i`` of each sample, (B, k, m), float32."""
-    if not is_cpu(left.device) and left.dtype in _SHORT and _HAS_OUT_DTYPE:
+    as_on_gpu = left.is_cuda or isinstance(left, FakeTensor)  # a simulation is one of a GPU
+    if as_on_gpu and left.dtype in _SHORT and _HAS_OUT_DTYPE:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.mT, right).float()

@@ -36,6 +36,15 @@ class Branch(Protocol):
         """End the pass in which layers may call ``take``."""
 
 
+def _weight_and_bias(layer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return ``layer.weight`` and ``layer.bias``, faster where they are parameters."""
+    if torch.compiler.is_compiling():
+        return layer.weight, layer.bias
+    own = layer._parameters
+    weight = own["weight"] if "weight" in own else layer.weight
+    return weight, own["bias"] if "bias" in own else layer.bias
+
+
 class Shared:
     """Tensors that several layers with the same P share: matrices made of P, and the input.
 
@@ -146,14 +155,15 @@ class LinearPlan:
 
     def run(self, x: Tensor, again: Any = None, argument: Any = None) -> Tensor:
         """Return the layer's output."""
-        weight, bias, dtype = self.layer.weight, self.layer.bias, x.dtype
+        (weight, bias), dtype = _weight_and_bias(self.layer), x.dtype
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         before, constant, after = self._matrices_as(dtype)
         projected = None
         if before is None or not self.several or torch.compiler.is_compiling():
-            x = x.to(dtype)  # compiled code merges equal computations itself
+            # compiled code merges equal computations itself
+            x = x if x.dtype is dtype else x.to(dtype)
         else:
             x = self.shared.cast(x, dtype)
             projected = self.shared.projected(x, before, constant)
@@ -196,16 +206,13 @@ class NormPlan:
 
     def run(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
-        layer = self.layer
+        weight, bias = _weight_and_bias(self.layer)
+        rest = weight, bias, self.layer.eps, self.tap, self.bias_tap
         if torch.is_autocast_enabled(x.device.type):  # autocast computes norms in float32
             with torch.autocast(x.device.type, enabled=False):
-                return self._apply(x.float())
-        return self._apply(x.to(layer.weight.dtype))
-
-    def _apply(self, x: Tensor) -> Tensor:
-        layer = self.layer
+                return functions.LayerNorm.apply(x.float(), *rest)
         return functions.LayerNorm.apply(
-            *(x, layer.weight, layer.bias, layer.eps, self.tap, self.bias_tap),
+            x if x.dtype is weight.dtype else x.to(weight.dtype), *rest
         )
 
     def prepare_like(self, other: Plan) -> None:
