@@ -1,9 +1,8 @@
 """Optimizers that apply private gradients. They are post-processing, so they cost no privacy.
 
 ``projected`` is an optimizer with its state in the projected space, and ``rules`` defines its
-update rules. ``low_rank`` adds float32 updates to the outputs of 16-bit layers, and ``changes``
-stores the change of a weight as low-rank factors. ``groups`` checks that an optimizer contains each
-trained parameter once.
+update rules. ``low_rank`` adds float32 updates to the outputs of 16-bit layers. ``groups`` checks
+that an optimizer contains each trained parameter once.
 """
 
 from dp_grape_hf.optimizers.groups import require_each_once as require_each_once

@@ -1,8 +1,8 @@
 """The low-rank branch of a linear layer, which adds float32 updates to a 16-bit weight.
 
-While P stays the same, a weight is exactly ``W + lift(Z)``. bfloat16 would round small updates of W
-away, so they are added to Z, which is float32. The branch adds the contribution of Z to the layer's
-output by two products of rank r, without computing the sum of the weights. The optimizer owns Z and
+While P stays the same, a weight is exactly ``W + lift(U)``. bfloat16 would round small updates of W
+away, so they are added to U, which is float32. The branch adds the contribution of U to the layer's
+output by two products of rank r, without computing the sum of the weights. The optimizer owns U and
 merges it into W when P is redrawn (``ProjectedOptimizer.store_separately``).
 
 Shapes: m x n the weight as stored, r rank.
@@ -11,7 +11,7 @@ Shapes: m x n the weight as stored, r rank.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ class LowRankUpdates:
 
     def __init__(self, model: nn.Module, optimizer: ProjectedOptimizer) -> None:
         self._optimizer = optimizer
-        self._kept: dict[str, _Kept] = {}
+        self._branches: dict[str, _Branch] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
         weights = dict(model.named_parameters())
         trained = {weight for group in optimizer.param_groups for weight in group["params"]}
         shared = shared_parameters(model)
@@ -50,30 +51,30 @@ class LowRankUpdates:
             if type(module) not in MATRIX_LAYERS or weight is None or id(weight) in shared:
                 continue
             if weight in trained and is_short(weight):
-                branch = _Branch(stored_transposed=isinstance(module, nn.Linear))
-                hook = module.register_forward_hook(branch, with_kwargs=True)
-                self._kept[name] = _Kept(weight, module, branch, hook)
+                self._branches[name] = branch = _Branch(module)
+                self._hooks[name] = module.register_forward_hook(branch, with_kwargs=True)
 
     def __len__(self) -> int:
         """Return how many weights have a branch."""
-        return len(self._kept)
+        return len(self._branches)
 
     def __contains__(self, name: str) -> bool:
         """Return whether the weight of that name has a branch."""
-        return name in self._kept
+        return name in self._branches
 
     @property
     def branches(self) -> dict[nn.Module, _Branch]:
         """The branches by their layers."""
-        return {kept.layer: kept.branch for kept in self._kept.values()}
+        return {branch.layer: branch for branch in self._branches.values()}
 
     def leave_uncalled(self) -> None:
         """Remove the branches of modules that were not called.
 
         A model may use a weight without calling its module. Then the hook never runs.
         """
-        for name in [n for n, kept in self._kept.items() if not kept.branch.called]:
-            self._kept.pop(name).hook.remove()
+        for name in [name for name, branch in self._branches.items() if not branch.called]:
+            del self._branches[name]
+            self._hooks.pop(name).remove()
 
     def set_projectors(self, projectors: Mapping[str, Projector]) -> None:
         """Set the projectors of a step, and merge updates in the coordinates of earlier ones.
@@ -82,11 +83,10 @@ class LowRankUpdates:
             projectors: parameter name -> projector of the step. While P stays the same, pass the
                 same objects.
         """
-        for name, (weight, _, branch, _) in self._kept.items():
-            if name in projectors:
-                branch.projector = projectors[name]
-                branch.update = self._optimizer.store_separately(weight, projectors[name])
-                branch.rounded = self._optimizer.stored_update(weight)
+        for name, branch in self._branches.items():
+            if projector := projectors.get(name):
+                stored = self._optimizer.store_separately(branch.layer.weight, projector)
+                branch.projector, (branch.update, branch.rounded) = projector, stored
 
     def merge_(self) -> None:
         """Merge all updates into the weights with stochastic rounding; the branches then add 0."""
@@ -95,37 +95,24 @@ class LowRankUpdates:
     def remove(self) -> None:
         """Merge all updates, and remove the hooks from the model."""
         self.merge_()
-        for kept in self._kept.values():
-            kept.hook.remove()
-        self._kept.clear()
-
-
-class _Kept(NamedTuple):
-    """A weight with a branch."""
-
-    weight: nn.Parameter
-    layer: nn.Module
-    branch: _Branch
-    hook: RemovableHandle
+        for hook in self._hooks.values():
+            hook.remove()
+        self._branches, self._hooks = {}, {}
 
 
 class _Branch:
-    """The hook of one layer. It is a plain object, so that a model with it can be copied.
+    """The hook of one layer. It is a plain object, so that a model with it can be copied."""
 
-    Args:
-        stored_transposed: whether the layer computes ``x W^T``, like ``nn.Linear``, or ``x W``.
-    """
-
-    def __init__(self, stored_transposed: bool) -> None:
-        self._stored_transposed = stored_transposed
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
         self.projector: Projector | None = None
         self.update: Tensor | None = None
-        self.rounded: Tensor | None = None  # the update in the weight's type, until the next step
+        self.rounded: Tensor | None = None  # the update in the weight's type
         self.called = False
         self._taken = False
 
     def take(self) -> Tensor:
-        """Return Z, (m, r) or (r, n), to a layer function that adds the branch itself."""
+        """Return U, (m, r) or (r, n), to a layer function that adds the branch itself."""
         assert self.rounded is not None
         self._taken = True
         return self.rounded
@@ -144,7 +131,7 @@ class _Branch:
         layer_input = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
         dtype = output.dtype  # the type in which the layer computes, also under autocast
         left, right = self.projector.factors(self.update.to(dtype))  # (m, r), (r, n)
-        first, second = (right.T, left.T) if self._stored_transposed else (left, right)
+        first, second = (right.T, left.T) if isinstance(module, nn.Linear) else (left, right)
         low = layer_input.to(dtype) @ first  # (..., r)
         flat = output.reshape(-1, output.shape[-1])
         return torch.addmm(flat, low.reshape(-1, low.shape[-1]), second).view_as(output)

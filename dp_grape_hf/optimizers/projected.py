@@ -1,17 +1,18 @@
 """Optimizers of torch in the projected space (paper, Algorithm 2).
 
-Torch's optimizer updates Z, a flat vector that concatenates the coordinates of all weights. The
-private gradients have the same layout. A step adds the update to Z, adds Z to the weights, and sets
-Z to zero: ``W += lift(Z)`` for a projected weight, ``W += Z`` for others. So the private gradient,
+Torch's optimizer updates Z, a flat vector that concatenates the coordinates of all weights, and
+that is zero before each step. The private gradients have the same layout. A step then adds Z to the
+weights: ``W += lift(Z)`` for a projected weight, ``W += Z`` for others. So the private gradient,
 the moments and the update of a projected weight have r x max(m, n) elements. Weight decay is
-decoupled, as in AdamW, and acts on W.
+decoupled, as in AdamW, and acts on W. A large weight without a projection is not in the vector:
+torch's optimizer updates it directly, a block of rows at a time.
 
 A bfloat16 number stores 8 significant bits, and would round an update below 1/512 of a weight away.
-To keep such updates, a weight may be stored as ``W + lift(Z)``: then Z, which is float32, is not
-set to zero, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
+To keep such updates, a weight may be stored as ``W + lift(U)``: then a step adds Z to U, which is
+float32, and ``low_rank.LowRankUpdates`` adds the second term in the forward pass. When the
 projection is redrawn, the sum is rounded stochastically, without bias. For an unprojected 16-bit
-weight in the vector, such as a bias, Z is the float32 value, and the weight is Z rounded to the
-nearest. Other 16-bit weights are rounded stochastically at every step.
+weight in the vector, such as a bias, a step adds Z to its float32 value, and the weight is this
+value rounded to the nearest. Other 16-bit weights are rounded stochastically at every step.
 
 The optimizer is post-processing: it receives private gradients only, and costs no privacy. The
 random numbers of the rounding are public, so that all ranks round in the same way.
@@ -19,19 +20,19 @@ random numbers of the rounding are public, so that all ranks round in the same w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers.changes import LowRankChanges
 from dp_grape_hf.optimizers.rules import UPDATE_RULES
 from dp_grape_hf.phases import is_cpu
 from dp_grape_hf.projections import (
     Projector,
+    Side,
     is_short,
     round_at_random,
     rounding_generator,
@@ -42,22 +43,20 @@ from dp_grape_hf.sharding import full_tensor, gathered, local, local_rows, rows_
 _BLOCK = 2**20  # elements of a weight that have a float32 copy at a time, on a CPU
 _GPU_BLOCK = 2**24
 """Elements of a weight that have a float32 copy at a time on a GPU, enough to hide the launch."""
-_CHANGE, _VALUE = "change", "value"  # keys of a weight's state
 
 
-class Place(Protocol):
-    """The position of a weight's coordinates in a flat vector."""
+class _Part(NamedTuple):
+    """The position of a weight's coordinates in the flat vector."""
 
-    @property
-    def start(self) -> int:
-        """The first index of the coordinates."""
+    start: int
+    shape: torch.Size
 
     @property
     def stop(self) -> int:
-        """The index after the last one."""
+        return self.start + self.shape.numel()
 
     def of(self, flat: Tensor) -> Tensor:
-        """Return the weight's coordinates as a view of ``flat``, in their shape."""
+        return flat[self.start : self.stop].view(self.shape)
 
 
 class _Block(NamedTuple):
@@ -69,48 +68,15 @@ class _Block(NamedTuple):
     among: tuple[int, int] | None  # rows of the whole block, and the first of them in this process
 
 
-class _Moved(NamedTuple):
-    """A tensor that torch's optimizer updates, and the source of its gradient."""
+class _Layout(NamedTuple):
+    """Torch's optimizer of Z. A new one is made when ``key`` changes."""
 
-    numbers: nn.Parameter  # a part of Z; or a weight that is updated in place
-    part: slice | None  # its part of the flat vector, if the gradient is in it
-    weight: nn.Parameter | None  # if its gradient is a separate tensor
-    in_place: bool = False
-
-
-@dataclass
-class _Group:
-    """The weights of one parameter group, sorted by the way in which a step updates them."""
-
-    lifted: list[nn.Parameter] = field(default_factory=list)  # W += lift(Z)
-    added: list[nn.Parameter] = field(default_factory=list)  # W += Z
-    separate: list[nn.Parameter] = field(default_factory=list)  # updates stay in Z
-    valued: list[nn.Parameter] = field(default_factory=list)  # the float32 value is Z
-    in_place: list[nn.Parameter] = field(default_factory=list)  # torch's optimizer updates W
-    by_rows: list[nn.Parameter] = field(default_factory=list)  # the same, a few rows at a time
-
-
-@dataclass
-class _LaidOut:
-    """The layout of Z, and of the tensors that torch's optimizer updates.
-
-    A new layout is made when one of the first four fields changes.
-    """
-
-    alike: list[list[int]]  # indices of parameter groups; groups of equal settings are together
-    places: Mapping[nn.Parameter, Place]
-    alone: set[nn.Parameter]  # weights whose gradients are separate tensors
-    projected: set[nn.Parameter]
-    groups: list[_Group]
-    moved: list[_Moved] = field(default_factory=list)
-    states: dict[nn.Parameter, dict[str, Tensor]] = field(default_factory=dict)
-    """state of torch's optimizer, by ``_Moved.numbers``"""
-    z: Tensor | None = None
-    """(D,), if a part of Z is kept after a step; otherwise Z is allocated in each step"""
-    z_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # parts of Z that are kept
-    rounded: Tensor | None = None  # Z in the type of the weights whose updates stay in Z
-    rounded_of: dict[nn.Parameter, Tensor] = field(default_factory=dict)
-    inner: torch.optim.Optimizer = field(init=False)  # torch's optimizer of ``moved``
+    key: tuple[Any, ...]
+    inner: torch.optim.Optimizer | None  # None without a flat vector
+    groups: list[
+        int
+    ]  # of each parameter group of ``inner``: the index of a group with its settings
+    runs: list[tuple[nn.Parameter, slice]]  # parameters of ``inner``, and their parts of Z
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -125,11 +91,11 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         lr: the learning rate.
         rule: a name in ``UPDATE_RULES``: ``adam``, ``sgd`` or ``momentum``.
         weight_decay: decoupled; a step multiplies the weight by ``1 - lr * weight_decay``. If the
-            updates are stored separately (``store_separately``), Z is multiplied in each step, and
+            updates are stored separately (``store_separately``), U is multiplied in each step, and
             W at the next merge by the product of all factors since the last merge.
         rounding_seed: the public seed of the rounding.
-        keep_changes: whether ``changes`` stores the total change of each projected weight, as part
-            of the state. Updates that are stored separately are included when they are merged.
+        keep_changes: whether the state stores the total change of each projected weight
+            (``changes``).
         **settings: settings of the rule: ``betas`` and ``eps`` of Adam, ``momentum`` of momentum.
 
     Raises:
@@ -153,22 +119,21 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._rule = UPDATE_RULES[rule]
         settings = self._rule.checked(settings, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
-        self.changes = LowRankChanges() if keep_changes else None
-        self._rounding_seed = rounding_seed
-        self._private_grads: Mapping[nn.Parameter, Tensor] | None = None
+        self._keeps_changes, self._rounding_seed = keep_changes, rounding_seed
+        self._private_grads: dict[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
-        # Projectors of separately stored updates
-        self._separate: dict[nn.Parameter, Projector] = {}
         self._flat: Tensor | None = None  # concatenated private gradients
-        self._places: Mapping[nn.Parameter, Place] = {}
-        self._laid_out: _LaidOut | None = None
+        self._places: Mapping[nn.Parameter, Any] = {}
+        self._layout: _Layout | None = None
+        self._separate: dict[nn.Parameter, Projector] = {}  # of separately stored updates
+        self._rounded: dict[nn.Parameter, Tensor] = {}  # these updates, in the weight's type
 
     def receive(
         self,
         private_grads: Mapping[nn.Parameter, Tensor],
         projectors: Mapping[nn.Parameter, Projector] | None = None,
         flat: Tensor | None = None,
-        places: Mapping[nn.Parameter, Place] | None = None,
+        places: Mapping[nn.Parameter, Any] | None = None,
     ) -> None:
         """Receive the private gradients of the next step.
 
@@ -176,10 +141,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             private_grads: weight -> gradient; projected, if the weight has a projector.
             projectors: weight -> projector.
             flat: (D,), the concatenated gradients of the other weights.
-            places: weight -> the position of its gradient in ``flat``.
+            places: weight -> the position of its gradient in ``flat`` (``gradients.flat.Place``),
+                in the order of the vector.
         """
-        self._private_grads, self._projectors = private_grads, projectors or {}
+        self._projectors, self._private_grads = projectors or {}, dict(private_grads)
         self._flat, self._places = flat, places or {}
+        if named := [weight for weight in private_grads if weight in self._projectors]:
+            gradients = [self._private_grads.pop(weight) for weight in named]
+            vectors = [*([] if flat is None else [flat]), *(g.reshape(-1) for g in gradients)]
+            self._places, start = dict(self._places), 0 if flat is None else len(flat)
+            for weight, gradient in zip(named, gradients, strict=True):
+                self._places[weight] = _Part(start, gradient.shape)
+                start += gradient.numel()
+            self._flat = torch.cat(vectors)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -199,237 +173,152 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "step() without receive(): there is no private gradient to apply. Call receive() "
                 "before each step."
             )
-        self._refuse_other_coordinates()
-        laid_out = self._lay_out(self._private_grads)
-        z_of = self._prepare(laid_out, self._private_grads)
-        for group, weights in zip(self.param_groups, laid_out.groups, strict=True):
-            self._decay(group, weights)
-        laid_out.inner.step()
-        if not self._rule.counts_steps:
-            for state in laid_out.states.values():
-                state["step"] += 1
-        for group, weights in zip(self.param_groups, laid_out.groups, strict=True):
-            self._move_weights(group, weights, z_of)
-            for weight in weights.by_rows:
-                self._move_by_rows(weight, self._private_grads[weight], group)
-        self._clear(laid_out, z_of)
+        given = {*self._places, *self._private_grads}
+        for weight, projector in self._separate.items():
+            if weight in given and self._projectors.get(weight) is not projector:
+                raise PrivacyError(
+                    "The private gradient of a weight has another projection than the updates "
+                    "stored for this weight. Before the forward pass, call "
+                    "LowRankUpdates.set_projectors() with the projectors of the step."
+                )
+        z_of = self._updates(self._lay_out(self._private_grads))
+        for group in self.param_groups:
+            self._move(group, z_of, self._private_grads)
+        if self._rounded:
+            stored = [self.state[weight]["update"] for weight in self._rounded]
+            torch._foreach_copy_([*self._rounded.values()], stored)
         self._private_grads, self._projectors, self._flat = None, {}, None
 
-    def _refuse_unknown(self, given: set[nn.Parameter]) -> None:
-        unknown = given.difference(*(group["params"] for group in self.param_groups))
-        if unknown:
-            raise PrivacyError(
-                f"{len(unknown)} of {len(given)} private gradients belong to parameters that the "
-                "optimizer does not have, so they would not be applied. Make the optimizer of the "
-                "model's current parameters."
-            )
+    def _updates(self, layout: _Layout) -> dict[nn.Parameter, Tensor]:
+        """Update Z by torch's optimizer; return weight -> its part of Z."""
+        if self._flat is None or layout.inner is None:
+            return {}
+        z = torch.zeros_like(self._flat)
+        for inner, number in zip(layout.inner.param_groups, layout.groups, strict=True):
+            inner.update(self._settings_of(self.param_groups[number]))
+        for numbers, part in layout.runs:
+            numbers.data, numbers.grad = z[part], self._flat[part]
+        layout.inner.step()
+        for numbers, _ in layout.runs:
+            numbers.data, numbers.grad = z.new_empty(0), None
+            if not self._rule.counts_steps:
+                layout.inner.state[numbers]["step"] += 1
+        return {weight: place.of(z) for weight, place in self._places.items()}
 
-    def _prepare(
-        self, laid_out: _LaidOut, private_grads: Mapping[nn.Parameter, Tensor]
-    ) -> dict[nn.Parameter, Tensor]:
-        """Pass the private gradients and the current learning rates to torch's optimizer.
-
-        Returns:
-            Weight -> its part of Z.
-        """
-        for inner, (first, *_) in zip(laid_out.inner.param_groups, laid_out.alike, strict=True):
-            inner.update(self._settings_of(self.param_groups[first]))
-        z, z_of = laid_out.z, dict(laid_out.z_of)
-        if z is None and self._flat is not None:
-            z = torch.zeros_like(self._flat)
-            z_of |= {weight: place.of(z) for weight, place in self._places.items()}
-        for numbers, part, weight, in_place in laid_out.moved:
-            if weight is None:
-                assert self._flat is not None
-                assert z is not None
-                numbers.data, numbers.grad = z[part], self._flat[part]
-                continue
-            gradient = private_grads[weight]
-            if weight not in self._projectors:
-                gradient = rows_here(gradient, weight)
-            if in_place:
-                numbers.data = local(weight).detach()  # its storage may have been replaced
-            elif weight not in z_of:
-                numbers.data = z_of[weight] = torch.zeros(gradient.shape, device=numbers.device)
-            _check_shape(numbers, gradient.shape)
-            numbers.grad = gradient.contiguous()  # torch's fused kernel requires it
-        return z_of
-
-    def _decay(self, group: dict[str, Any], weights: _Group) -> None:
-        """Apply weight decay to the tensors that torch's optimizer updates in place."""
-        decay = _decay_of(group)
-        if decay == 1:
-            return
-        stored = [self.state[w]["update"] for w in weights.separate]
-        stored += [self.state[w][_VALUE] for w in weights.valued]
-        if targets := [*stored, *(local(weight) for weight in weights.in_place)]:
-            torch._foreach_mul_(targets, decay)
-        for weight in weights.separate:
-            self.state[weight]["decay"] *= decay
-
-    def _move_weights(
-        self, group: dict[str, Any], weights: _Group, z_of: Mapping[nn.Parameter, Tensor]
+    def _move(
+        self,
+        group: dict[str, Any],
+        z_of: Mapping[nn.Parameter, Tensor],
+        private_grads: Mapping[nn.Parameter, Tensor],
     ) -> None:
-        """Add Z to the weights, except to weights whose updates stay in Z."""
-        decay = _decay_of(group)
-        for weight in weights.lifted:
-            self._add_lifted(weight, z_of[weight], self._projectors[weight], decay)
-        if weights.added:
-            targets = [local(weight) for weight in weights.added]
+        """Move the weights of a group, or the float32 tensors that stand for 16-bit weights."""
+        decay = 1 - float(group["lr"]) * float(group["weight_decay"])
+        pairs, short = [], []
+        for weight in group["params"]:
+            z, state = z_of.get(weight), self.state[weight] if weight in self.state else {}
+            if weight in private_grads:
+                self._move_by_rows(weight, private_grads[weight], group, decay)
+            elif z is None:
+                continue
+            elif weight in self._separate:
+                pairs.append((state["update"], z))
+                state["decay"] *= decay
+            elif weight in self._projectors:
+                self._add_lifted(weight, z, self._projectors[weight], decay)
+            elif is_short(weight):
+                pairs.append((state["value"], z))
+                short.append(weight)
+            else:
+                pairs.append((local(weight), rows_here(z, weight)))
+        if pairs:
+            targets, updates = map(list, zip(*pairs, strict=True))
             if decay != 1:
                 torch._foreach_mul_(targets, decay)
-            torch._foreach_add_(targets, [_here(z_of[w], w) for w in weights.added])
-        if weights.valued:
-            targets = [local(weight) for weight in weights.valued]
-            torch._foreach_copy_(targets, [_here(z_of[w], w) for w in weights.valued])
+            torch._foreach_add_(targets, updates)
+        if short:
+            values = [rows_here(self.state[weight]["value"], weight) for weight in short]
+            torch._foreach_copy_([local(weight) for weight in short], values)
 
-    def _move_by_rows(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any]) -> None:
-        """Update an unprojected 16-bit weight in blocks of rows, to limit float32 copies.
+    def _move_by_rows(
+        self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any], decay: float
+    ) -> None:
+        """Update an unprojected weight in blocks of rows, to limit float32 copies.
 
         Torch's optimizer receives one block of rows after the other, with their moments.
         """
-        here, gradient, decay = local(weight), rows_here(gradient, weight), _decay_of(group)
-        state = self.state[weight]
+        here, gradient, state = local(weight), rows_here(gradient, weight), self.state[weight]
         rows = nn.Parameter(torch.zeros(0, device=here.device))
         inner = self._rule.make([{"params": [rows], **self._settings_of(group)}], {})
         for block in self._blocks(weight):
-            rows.data = here[block.here].float().contiguous().mul_(decay)
-            rows.grad = gradient[block.here].contiguous()
+            # If a weight is float32 and contiguous, this is a view of it.
+            rows.data = here[block.here].float().contiguous()
+            rows.data.mul_(decay)
+            rows.grad = gradient[block.here].contiguous()  # torch's fused kernel requires it
             moments = {key: local(state[key])[block.here] for key in self._rule.moments}
             inner.state[rows] = {"step": state["step"].clone(), **moments}
             inner.step()
-            self._write(here, block, rows.data)
+            if here.dtype is not torch.float32 or not here.is_contiguous():
+                self._write(here, block, rows.data)
             rows.grad = None
         state["step"] += 1
-
-    def _clear(self, laid_out: _LaidOut, z_of: Mapping[nn.Parameter, Tensor]) -> None:
-        """Free the tensors of the step, and set the applied parts of Z to zero."""
-        for moved in laid_out.moved:
-            moved.numbers.grad = None
-            stays = (
-                laid_out.z is not None if moved.weight is None else moved.weight in laid_out.z_of
-            )
-            if not stays:
-                moved.numbers.data = moved.numbers.new_empty(0)
-        applied = [w for weights in laid_out.groups for w in (*weights.lifted, *weights.added)]
-        if stale := [z_of[weight] for weight in applied if weight in laid_out.z_of]:
-            torch._foreach_zero_(stale)
-        if laid_out.rounded is not None and laid_out.z is not None:
-            laid_out.rounded.copy_(laid_out.z)
 
     # ---- The layout of Z ----
 
     def _settings_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
         return {name: group[name] for name in ("lr", *self._rule.settings)}
 
-    def _alike(self) -> list[list[int]]:
-        """Return lists of indices of the parameter groups that have equal settings now."""
-        by_settings: dict[str, list[int]] = {}
-        for number, group in enumerate(self.param_groups):
-            by_settings.setdefault(repr(self._settings_of(group)), []).append(number)
-        return list(by_settings.values())
+    def _lay_out(self, private_grads: Mapping[nn.Parameter, Tensor]) -> _Layout:
+        """Return the layout of the last step, or a new one if weights or settings changed.
 
-    def _lay_out(self, private_grads: Mapping[nn.Parameter, Tensor]) -> _LaidOut:
-        """Return the layout of the last step, or a new one if weights or settings changed."""
-        last, alike = self._laid_out, self._alike()
-        if (
-            last is not None
-            and last.alike == alike
-            and (last.places is self._places or last.places == self._places)
-            and last.alone == private_grads.keys()
-            and last.projected == self._projectors.keys()
-        ):
-            return last
-        self._refuse_unknown({*self._places, *private_grads})
-        new = _LaidOut(
-            *(alike, self._places, {*private_grads}, {*self._projectors}),
-            groups=[_Group() for _ in self.param_groups],
-        )
+        Neighbouring weights with the same settings and number of updates are one parameter of
+        torch's optimizer, and groups with the same settings are one group of it.
+        """
+        settings = [self._settings_of(group) for group in self.param_groups]
+        alike = [settings.index(one) for one in settings]
+        key = alike, self._places, {*private_grads}
+        if self._layout is not None and self._layout.key == key:
+            return self._layout
         number_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
-        inner_of = {number: i for i, numbers in enumerate(alike) for number in numbers}
-        inner_groups = [self._settings_of(self.param_groups[first]) for first, *_ in alike]
-        for group in inner_groups:
-            group["params"] = []
-        for weight, moved, state in (
-            *self._lay_side_by_side(new, number_of, inner_of),
-            *self._lay_by_themselves(new, number_of, private_grads),
-        ):
-            new.moved.append(moved)
-            new.states[moved.numbers] = state
-            inner_groups[inner_of[number_of[weight]]]["params"].append(moved.numbers)
-        new.inner = self._rule.make(inner_groups, new.states)
-        self._laid_out = new
-        return new
+        given = {*self._places, *private_grads}
+        if unknown := given - number_of.keys():
+            raise PrivacyError(
+                f"{len(unknown)} of {len(given)} private gradients belong to parameters that the "
+                "optimizer does not have, so they would not be applied. Make the optimizer of the "
+                "model's current parameters."
+            )
+        groups = {first: {"params": [], **settings[first]} for first in alike}
+        runs: list[tuple[nn.Parameter, slice]] = []
+        states: dict[nn.Parameter, dict[str, Tensor]] = {}
+        flat = torch.empty(0) if self._flat is None else self._flat
+        moments = {key: torch.zeros_like(flat) for key in self._rule.moments}
 
-    def _lay_side_by_side(
-        self, new: _LaidOut, number_of: Mapping[nn.Parameter, int], inner_of: Mapping[int, int]
-    ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
-        """Concatenate the state of the weights whose gradients are in the flat vector.
+        def kind(weight: nn.Parameter) -> tuple[int, float]:
+            return alike[number_of[weight]], float(self.state[weight].get("step", 0.0))
 
-        Yields:
-            For neighbouring weights with the same settings and number of updates: the first weight,
-            their part of Z, and its state.
-        """
-        if self._flat is None:
-            return
-        kinds = {weight: self._kind(weight) for weight in self._places}
-        if not {"separate", "valued"}.isdisjoint(kinds.values()):
-            new.z = torch.zeros_like(self._flat)
-            new.z_of = {weight: place.of(new.z) for weight, place in self._places.items()}
-        vectors = {key: torch.zeros_like(self._flat) for key in self._rule.moments}
-        runs: list[tuple[nn.Parameter, slice, dict[str, Tensor]]] = []
-        last: tuple[Any, ...] = ()
-        for weight, place in self._places.items():
-            getattr(new.groups[number_of[weight]], kinds[weight]).append(weight)
-            count = float(self.state[weight].get("step", 0.0))
-            same = inner_of[number_of[weight]], count
-            if last != (place.start, *same):
-                step = torch.full((), count, device=self._flat.device)
-                runs.append((weight, slice(place.start, place.start), {"step": step}))
-            first, part, state = runs[-1]
-            runs[-1] = first, slice(part.start, place.stop), state
-            last = place.stop, *same
-            views = {key: place.of(vector) for key, vector in vectors.items()}
-            self._take_over(weight, views | {"step": state["step"]})
-            self._keep(new, weight, kinds[weight])
-        self._round_separate(new)
-        for first, part, state in runs:
-            numbers = nn.Parameter(self._flat.new_empty(0))
-            moments = {key: vector[part] for key, vector in vectors.items()}
-            yield first, _Moved(numbers, part, None), state | moments
-
-    def _lay_by_themselves(
-        self,
-        new: _LaidOut,
-        number_of: Mapping[nn.Parameter, int],
-        private_grads: Mapping[nn.Parameter, Tensor],
-    ) -> Iterator[tuple[nn.Parameter, _Moved, dict[str, Tensor]]]:
-        """Make the state of the weights whose gradients are separate tensors.
-
-        Yields:
-            For each weight that is not updated by rows: the weight, its part of Z (or the weight
-            itself), and its state.
-        """
-        for weight, gradient in private_grads.items():
-            state, here, kind = self.state[weight], local(weight), self._kind(weight)
-            if kind == "valued":
-                kind = "by_rows"
-            elif kind == "added" and here.dtype is torch.float32 and here.is_contiguous():
-                kind = "in_place"
-            getattr(new.groups[number_of[weight]], kind).append(weight)
-            like = gradient if weight in self._projectors else weight  # the weight may be sharded
-            step = torch.full((), float(state.get("step", 0.0)), device=here.device)
-            moments = {key: self._moment(state.get(key), like) for key in self._rule.moments}
-            self._take_over(weight, moments | {"step": step})
-            state.pop(_VALUE, None)
-            if kind == "by_rows":
-                continue
-            numbers = nn.Parameter(here.new_empty(0, dtype=torch.float32))
-            if kind == "separate":
-                new.z_of[weight] = numbers.data = torch.zeros_like(gradient)
-                self._keep(new, weight, kind)
-            parts = {key: local(moment) for key, moment in moments.items()}
-            yield weight, _Moved(numbers, None, weight, kind == "in_place"), parts | {"step": step}
+        for (first, count), weights in groupby(self._places, kind):
+            numbers = nn.Parameter(flat.new_empty(0))
+            step = torch.full((), count, device=flat.device)
+            places = {weight: self._places[weight] for weight in weights}
+            for weight, place in places.items():
+                views = {key: place.of(vector) for key, vector in moments.items()}
+                self._take_over(weight, views | {"step": step})
+                if is_short(weight) and weight not in self._projectors:
+                    self._take_value(weight)
+            start, *_, stop = [bound for p in places.values() for bound in (p.start, p.stop)]
+            states[numbers] = {key: vector[start:stop] for key, vector in moments.items()}
+            states[numbers]["step"] = step
+            runs.append((numbers, slice(start, stop)))
+            groups[first]["params"].append(numbers)
+        for weight in private_grads:
+            state = self.state[weight]
+            state.pop("value", None)
+            step = torch.full((), float(state.get("step", 0.0)), device=local(weight).device)
+            zeros = {key: self._moment(state.get(key), weight) for key in self._rule.moments}
+            self._take_over(weight, zeros | {"step": step})
+        used = {first: group for first, group in groups.items() if group["params"]}
+        inner = self._rule.make([*used.values()], states) if used else None
+        self._layout = _Layout(key, inner, [*used], runs)
+        return self._layout
 
     def _moment(self, saved: Tensor | None, like: Tensor) -> Tensor:
         """Return a contiguous float32 moment: ``saved`` if it fits ``like``, otherwise zeros."""
@@ -438,42 +327,20 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         options: Any = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
         return torch.zeros_like(like, **options)
 
-    def _kind(self, weight: nn.Parameter) -> str:
-        """Return the list in ``_Group`` for a weight whose gradient is in the flat vector."""
-        if weight in self._separate:
-            return "separate"
-        if weight in self._projectors:
-            return "lifted"
-        return "valued" if is_short(weight) else "added"
-
-    def _take_over(self, weight: nn.Parameter, places: Mapping[str, Tensor]) -> None:
+    def _take_over(self, weight: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
         """Copy the state of a weight to its new tensors."""
         state = self.state[weight]
-        for key, place in places.items():
-            if key in state and key != "step" and state[key] is not place:
-                _check_shape(state[key], place.shape)
-                local(place).copy_(local(spread(state[key], place)))
-            state[key] = place
+        for key, tensor in tensors.items():
+            if key in state and key != "step" and state[key] is not tensor:
+                _check_shape(state[key], tensor.shape)
+                local(tensor).copy_(local(spread(state[key], tensor)))
+            state[key] = tensor
 
-    def _keep(self, new: _LaidOut, weight: nn.Parameter, kind: str) -> None:
-        """Copy the part of Z that is kept for a weight to its new tensor."""
-        state = self.state[weight]
-        if kind == "separate":
-            z = new.z_of[weight].copy_(state["update"])
-            state["update"].set_(z)  # in place, because a branch uses this tensor
-        elif kind == "valued":
-            value, now = state.get(_VALUE), full_tensor(weight.detach())
-            if value is None or not torch.equal(value.to(weight.dtype), now):
-                value = now  # there is no float32 value yet, or the weight was changed
-            state[_VALUE] = new.z_of[weight].copy_(value)
-
-    def _round_separate(self, new: _LaidOut) -> None:
-        """Make a copy of Z in the type of the weights whose updates stay in Z."""
-        separate = [weight for weight in new.places if weight in self._separate]
-        if separate and new.z is not None:
-            new.rounded = z = new.z.to(separate[0].dtype)
-            same = [weight for weight in separate if weight.dtype is z.dtype]
-            new.rounded_of = {weight: new.places[weight].of(z) for weight in same}
+    def _take_value(self, weight: nn.Parameter) -> None:
+        """Make the float32 value of a weight, if there is none or if the weight was changed."""
+        value, now = self.state[weight].get("value"), full_tensor(weight.detach())
+        if value is None or not torch.equal(value.to(weight.dtype), now):
+            self.state[weight]["value"] = now.float()
 
     # ---- Lifted updates ----
 
@@ -481,8 +348,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self, weight: nn.Parameter, z: Tensor, projector: Projector, decay: float
     ) -> None:
         """Set the weight to ``decay * W + lift(z)``, without an m x n temporary."""
-        if self.changes is not None:
-            self.changes.add(weight, projector, z)
+        if self._keeps_changes:
+            self._keep_change(self.state[weight].setdefault("change", []), z, projector)
         here = local(weight)
         if not is_short(weight):
             projector.add_lifted_(here, z, decay, local_rows(weight))
@@ -491,8 +358,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             total = here[block.here].float()
             projector.add_lifted_(total, z, decay, block.rows)
             self._write(here, block, total)
-
-    # ---- Weights of fewer than 32 bits ----
 
     def _blocks(self, weight: nn.Parameter) -> list[_Block]:
         """Return the blocks of rows of a weight, or their parts in this process.
@@ -517,48 +382,47 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         return blocks
 
     def _write(self, here: Tensor, block: _Block, total: Tensor) -> None:
-        generator = rounding_generator(self._rounding_seed, block.number, here.device)
-        here[block.here] = round_at_random(total, here.dtype, generator, block.among)
+        """Write float32 rows into a weight; 16-bit weights are rounded stochastically."""
+        if is_short(here):
+            generator = rounding_generator(self._rounding_seed, block.number, here.device)
+            total = round_at_random(total, here.dtype, generator, block.among)
+        here[block.here] = total
+
+    # ---- Separately stored updates ----
 
     @torch.no_grad()
-    def store_separately(self, weight: nn.Parameter, projector: Projector) -> Tensor:
-        """Store the updates of a weight separately, as coordinates Z of ``projector``.
+    def store_separately(self, weight: nn.Parameter, projector: Projector) -> tuple[Tensor, Tensor]:
+        """Store the updates of a weight separately, as coordinates U of ``projector``.
 
         Updates that were stored for another projector are merged first. To continue a loaded state,
         pass a projector with the P of the saved state.
 
         Returns:
-            Z, float32: the weight is now ``W + projector.lift(Z)``. The tensor is updated in place
-            until the next call or ``load_state_dict``.
+            U, float32: the weight is now ``W + projector.lift(U)``. And U in the weight's type.
+            Both tensors are updated in place until the next call or ``load_state_dict``.
 
         Raises:
-            PrivacyError: if a loaded state has another shape of Z.
+            PrivacyError: if a loaded state has another shape of U.
         """
         if self._separate.get(weight, projector) is not projector:
             self._merge(weight)
         state, shape = self.state[weight], projector.coordinate_shape(weight.shape)
-        if weight not in self._separate:
-            self._laid_out = None
         if "update" not in state:
-            state["update"] = torch.zeros(shape, device=weight.device)
-            state["decay"] = 1.0
+            turned = projector.side is Side.RIGHT  # the strides of private gradients
+            zeros = torch.zeros(shape[::-1] if turned else shape, device=weight.device)
+            state["update"], state["decay"] = zeros.mT if turned else zeros, 1.0
         _check_shape(state["update"], shape)
         self._separate[weight] = projector
-        return state["update"]
-
-    def stored_update(self, weight: nn.Parameter) -> Tensor:
-        """Return Z of a weight with separately stored updates, in the weight's type.
-
-        The tensor is valid until the next step.
-        """
-        rounded = None if self._laid_out is None else self._laid_out.rounded_of.get(weight)
-        return self.state[weight]["update"].to(weight.dtype) if rounded is None else rounded
+        rounded = self._rounded.get(weight)
+        if rounded is None or rounded.dtype is not weight.dtype:
+            self._rounded[weight] = state["update"].to(weight.dtype)
+        return state["update"], self._rounded[weight]
 
     @torch.no_grad()
     def merge_(self) -> None:
         """Merge all separately stored updates into the weights by unbiased stochastic rounding.
 
-        All Z are 0 afterwards. Call it on every rank before weights are saved or replaced.
+        All U are 0 afterwards. Call it on every rank before weights are saved or replaced.
         """
         for weight in self._separate:
             self._merge(weight)
@@ -568,25 +432,45 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         if state["decay"] != 1 or state["update"].any():
             projector = self._separate[weight]
             self._add_lifted(weight, state["update"], projector, state["decay"])
-            state["update"].zero_()
             state["decay"] = 1.0
-            if self._laid_out is not None and weight in self._laid_out.rounded_of:
-                self._laid_out.rounded_of[weight].zero_()
+            state["update"].zero_()
+            self._rounded[weight].zero_()
+
+    # ---- Changes of weights ----
+
+    def _keep_change(self, terms: list[dict[str, Any]], z: Tensor, projector: Projector) -> None:
+        """Add a lifted update to the change of a weight: coordinates Z, float32, for each P."""
+        side, matrix = projector.side.value, projector.matrix
+        for term in reversed(terms):
+            earlier = term["projection"]
+            if term["side"] == side and (earlier is matrix or torch.equal(earlier, matrix)):
+                term["coordinates"] += z
+                return
+        coordinates = z.to(torch.float32, copy=True)
+        terms.append({"side": side, "projection": matrix, "coordinates": coordinates})
+
+    def changes(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
+        """Return the total changes of projected weights, if they are kept.
+
+        Separately stored updates are included once they are merged.
+
+        Returns:
+            Weight -> float32 factors (m, R) and (R, n), whose product was added to the weight. R is
+            the sum of the ranks of all different P.
+        """
+        found: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
+        for weight in (weight for group in self.param_groups for weight in group["params"]):
+            state = self.state.get(weight, {})
+            if terms := state.get("change"):
+                pairs = [
+                    Projector(term["projection"], Side(term["side"])).factors(term["coordinates"])
+                    for term in terms
+                ]
+                left, right = zip(*pairs, strict=True)
+                found[weight] = torch.cat(left, dim=1), torch.cat(right, dim=0)
+        return found
 
     # ---- State ----
-
-    def _refuse_other_coordinates(self) -> None:
-        given = {*self._places, *(self._private_grads or {})}
-        if any(
-            projector is not self._projectors.get(weight)
-            for weight, projector in self._separate.items()
-            if weight in given
-        ):
-            raise PrivacyError(
-                "The private gradient of a weight has another projection than the updates stored "
-                "for this weight. Before the forward pass, call LowRankUpdates.set_projectors() "
-                "with the projectors of the step."
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with whole tensors.
@@ -594,20 +478,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         If weights are sharded, all processes must call this together.
         """
         packed = super().state_dict()
-        for index, entry in packed["state"].items():
-            packed["state"][index] = gathered(entry)
-        if self.changes is not None:
-            for index, weight in self._numbered(packed):
-                if weight in self.changes:
-                    change = self.changes.state_of(weight)
-                    packed["state"][index] = {**packed["state"][index], _CHANGE: change}
+        packed["state"] = {index: gathered(entry) for index, entry in packed["state"].items()}
         return packed
-
-    def _numbered(self, packed: Mapping[str, Any]) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield the index in the state and the weight, for each weight."""
-        order = [index for group in packed["param_groups"] for index in group["params"]]
-        weights = [weight for group in self.param_groups for weight in group["params"]]
-        return zip(order, weights, strict=True)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state. It stays float32, where torch would cast it to the weight's type.
@@ -616,46 +488,40 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             ValueError: if the state belongs to another rule; or if it contains updates that were
                 not merged, and the weight is float32 now.
         """
+        every = {key for rule in UPDATE_RULES.values() for key in rule.moments}
+        needed = set(self._rule.moments)
         for entry in state_dict["state"].values():
-            self._check_rule(entry)
-        saved = state_dict["state"]
-        extra = _CHANGE, _VALUE
-        plain = {i: {k: entry[k] for k in entry if k not in extra} for i, entry in saved.items()}
-        super().load_state_dict({**state_dict, "state": plain})
-        self.changes = None if self.changes is None else LowRankChanges()
-        self._separate, self._laid_out = {}, None
-        for index, weight in self._numbered(state_dict):
-            entry = saved.get(index, {})
-            values = [_VALUE] if is_short(weight) else []
-            for key in (*self._rule.moments, "step", "update", *values):
-                if key in entry:
-                    value = entry[key].to(weight.device, torch.float32, copy=True).contiguous()
-                    self.state[weight][key] = value
-            if _CHANGE in entry and self.changes is not None:
-                self.changes.go_on_from(weight, entry[_CHANGE])
-            if "update" in entry and not is_short(weight):
-                if entry["update"].any() or entry["decay"] != 1:
+            if "step" in entry and (saved := every & entry.keys()) != needed:
+                raise ValueError(
+                    f"The state has the moments {sorted(saved)}, but rule={self._rule.name!r} "
+                    f"needs {sorted(needed)}. Resume with the rule that the checkpoint was made "
+                    "with."
+                )
+        super().load_state_dict({**state_dict, "state": {}})
+        self._layout, self._separate, self._rounded = None, {}, {}
+        order = [index for group in state_dict["param_groups"] for index in group["params"]]
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for index, weight in zip(order, weights, strict=True):
+            if index not in state_dict["state"]:
+                continue
+            state = self.state[weight] = _copied(state_dict["state"][index], weight.device)
+            if not self._keeps_changes:
+                state.pop("change", None)
+            if not is_short(weight):
+                state.pop("value", None)
+                if state.get("decay", 1.0) != 1 or state.pop("update", torch.zeros(1)).any():
                     raise ValueError(
                         "The state contains updates that were not merged into the weights, and "
                         f"the weights are {weight.dtype} now. Resume with weights of the "
                         "checkpoint's type."
                     )
-                del self.state[weight]["update"], self.state[weight]["decay"]
-
-    def _check_rule(self, entry: Mapping[str, Any]) -> None:
-        every = {key for rule in UPDATE_RULES.values() for key in rule.moments}
-        saved, needed = every & entry.keys(), set(self._rule.moments)
-        if "step" in entry and saved != needed:
-            raise ValueError(
-                f"The state has the moments {sorted(saved)}, but rule={self._rule.name!r} needs "
-                f"{sorted(needed)}. Resume with the rule that the checkpoint was made with."
-            )
+                state.pop("decay", None)
 
     def state_bytes(self) -> int:
         """Return the size of the moments, stored updates, float32 values and changes, in bytes."""
-        keys = (*self._rule.moments, "update", _VALUE)
-        size = sum(s[key].nbytes for s in self.state.values() for key in keys if key in s)
-        return size + (0 if self.changes is None else self.changes.nbytes)
+        parts = (part for s in self.state.values() for part in (s, *s.get("change", ())))
+        pairs = (pair for part in parts for pair in part.items() if pair[0] != "step")
+        return sum(value.nbytes for _, value in pairs if isinstance(value, Tensor))
 
 
 class ProjectedAdam(ProjectedOptimizer):
@@ -674,13 +540,13 @@ class ProjectedAdam(ProjectedOptimizer):
         super().__init__(params, lr, rule="adam", weight_decay=weight_decay, **options)
 
 
-def _decay_of(group: Mapping[str, Any]) -> float:
-    return 1 - float(group["lr"]) * float(group["weight_decay"])
-
-
-def _here(z: Tensor, weight: nn.Parameter) -> Tensor:
-    """Return the rows of Z that belong to this process's part of an unprojected weight."""
-    return z if z.shape == local(weight).shape else rows_here(z, weight)
+def _copied(saved: Any, device: torch.device) -> Any:
+    """Return a saved state with float32 copies of its tensors on a device."""
+    if isinstance(saved, Tensor):
+        return saved.to(device, torch.float32, copy=True)
+    if isinstance(saved, dict):
+        return {key: _copied(value, device) for key, value in saved.items()}
+    return [_copied(value, device) for value in saved] if isinstance(saved, list) else saved
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:

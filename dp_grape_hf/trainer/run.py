@@ -417,12 +417,12 @@ class PrivateRun:
 
         Returns:
             Parameter name -> (m, R) and (R, n), whose product was added to the weight; see
-            ``LowRankChanges``. Separately stored updates are not included before a merge.
+            ``ProjectedOptimizer.changes``.
         """
-        kept = self.optimizer.changes if isinstance(self.optimizer, ProjectedOptimizer) else None
-        if kept is None:
+        if not isinstance(self.optimizer, ProjectedOptimizer):
             return {}
-        return {name: kept.factors(w) for name, w in self.trainable.items() if w in kept}
+        changes = self.optimizer.changes()
+        return {name: changes[w] for name, w in self.trainable.items() if w in changes}
 
     def stop(self) -> None:
         """Merge updates, and no longer store them separately."""

@@ -87,11 +87,11 @@ def test_separately_stored_updates_are_views_of_the_vector() -> None:
     kept = []
     for weights, way in ((one, step), (other, flat_step)):
         optimizer, projectors = optimizer_of(weights, "adam", weight_decay=0.1), draw(0)
-        kept.append(optimizer.store_separately(weights["right"], projectors["right"]))
+        kept.append(optimizer.store_separately(weights["right"], projectors["right"])[0])
         for number in range(3):
             way(optimizer, weights, number, projectors)
         assert kept[-1].any()
-        rounded = optimizer.stored_update(weights["right"])
+        rounded = optimizer.store_separately(weights["right"], projectors["right"])[1]
         assert torch.equal(rounded, kept[-1].to(torch.bfloat16))
     torch.testing.assert_close(*kept, **EXACT)
     assert torch.equal(one["right"], other["right"])
