@@ -16,7 +16,7 @@ from dp_grape_hf.mechanism import (
     shared_sampling_generator,
     streams as streams_module,
 )
-from dp_grape_hf.mechanism.noise import add_noise_, add_noise_at_once_
+from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.projections import round_at_random, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
 
@@ -267,18 +267,3 @@ def test_a_value_without_numbers_gets_no_noise() -> None:
     add_noise_(values, 1.0, secret_generator())
     assert values[0].abs().min() > 0
     add_noise_([torch.zeros(0)], 1.0, secret_generator())
-
-
-@pytest.mark.parametrize("drawn_at_once", [10, 5000, 2**24])
-def test_noise_drawn_at_once_is_split_among_all_values(drawn_at_once: int) -> None:
-    """Also the way of a GPU, tried on a CPU. Seeded."""
-    values = [torch.full(shape, 8.0) for shape in ((3,), (40, 50), (), (0, 7), (17,), (100,))]
-    flat = [part for value in values for part in value.view(-1).split(min(drawn_at_once, 1000))]
-    generator = torch.Generator().manual_seed(0)
-    add_noise_at_once_(flat, 1e-3, [generator], 2.0, drawn_at_once)
-    noise = torch.cat(flat).double().mul(2).sub(8).div(1e-3)
-    size = noise.numel()
-    assert not torch.equal(values[0], values[1][0, :3])
-    assert not torch.equal(values[4], values[5][:17])
-    rank = torch.arange(1, size + 1, dtype=torch.float64) / size
-    assert (torch.special.ndtr(noise.sort().values) - rank).abs().max() < 2.9 / size**0.5
