@@ -19,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -158,14 +159,11 @@ def now() -> str:
 
 def software_versions() -> dict[str, str]:
     """Return the versions of the software that releases depend on, by package."""
-    return {package: _version(package) for package in _PACKAGES}
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    versions = dict.fromkeys(_PACKAGES, "not installed")
+    for package in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 # ---- The runs that the entries describe ----
@@ -219,29 +217,24 @@ def runs_of(entries: Iterable[Entry]) -> tuple[RecordedRun, ...]:
     """
     runs: list[RecordedRun] = []
     for entry in entries:
-        if isinstance(entry, Start):
-            _check_start(entry, runs)
-            runs.append(
-                RecordedRun(entry, entry.mechanism, reasons=entry.mechanism.reasons_not_private())
-            )
+        if not isinstance(entry, Start):
+            require(bool(runs), f"entries: {KIND_OF[type(entry)]!r} comes before any 'start'.")
+            _read(entry, runs[-1])
             continue
-        require(bool(runs), f"entries: {KIND_OF[type(entry)]!r} comes before any 'start'.")
-        _read(entry, runs[-1])
+        require(
+            (entry.continues is not None) == bool(runs),
+            f"start: continues={entry.continues!r}, but {len(runs)} runs come before it.",
+        )
+        require(
+            all(run.start.run_id != entry.run_id for run in runs),
+            f"start: run_id={entry.run_id!r} is that of a run before it.",
+        )
+        if entry.continues == SAME_DATA:
+            require_same_neighbours(entry.mechanism, runs)
+        reasons = entry.mechanism.reasons_not_private()
+        runs.append(RecordedRun(entry, entry.mechanism, reasons=reasons))
     require(bool(runs), "entries=[] must begin with a 'start'.")
     return tuple(runs)
-
-
-def _check_start(start: Start, before: Sequence[RecordedRun]) -> None:
-    require(
-        (start.continues is not None) == bool(before),
-        f"start: continues={start.continues!r}, but {len(before)} runs come before it.",
-    )
-    require(
-        all(run.start.run_id != start.run_id for run in before),
-        f"start: run_id={start.run_id!r} is that of a run before it.",
-    )
-    if start.continues == SAME_DATA:
-        require_same_neighbours(start.mechanism, before)
 
 
 def require_same_neighbours(mechanism: Mechanism, before: Iterable[RecordedRun]) -> None:
@@ -294,7 +287,7 @@ def encoded(entry: Entry) -> dict[str, Any]:
         content["mechanism"] = {
             name: "Infinity" if value == math.inf else value
             for name, value in content["mechanism"].items()
-            if not (name in LEFT_OUT_IF_NONE and value is None)
+            if value is not None or name not in LEFT_OUT_IF_NONE
         }
     return {"kind": KIND_OF[type(entry)]} | content
 

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from dp_grape_hf import accounting
-from dp_grape_hf.accounting import (
-    ACCOUNTANTS,
-    AccountantFailure,
-    blocks_of,
-    compose_epsilon,
-)
+from dp_grape_hf.accounting import ACCOUNTANTS, AccountantFailure, blocks_of, compose_epsilon
 from dp_grape_hf.distributed import from_first, is_first
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger.entries import (
@@ -49,17 +44,8 @@ from dp_grape_hf.ledger.entries import (
     software_versions,
     with_releases,
 )
-from dp_grape_hf.ledger.record import (
-    MAY_CHANGE_ON_RESUME,
-    Mechanism,
-    require_same_mechanism,
-)
-from dp_grape_hf.ledger.storage import (
-    LiveFile,
-    read_links,
-    to_text,
-    write_text,
-)
+from dp_grape_hf.ledger.record import MAY_CHANGE_ON_RESUME, Mechanism, require_same_mechanism
+from dp_grape_hf.ledger.storage import LiveFile, read_links, to_text, write_text
 
 
 @dataclass
@@ -126,7 +112,7 @@ class Ledger:
             ledger._file = LiveFile(path)
             if path.exists():
                 path.rename(path.with_name(f"{path.stem}.before-{ledger.run_id}{path.suffix}"))
-            ledger._persist()
+            ledger._file.write(ledger.links, anew=True)
         return ledger
 
     @classmethod
@@ -201,8 +187,14 @@ class Ledger:
             "Resume from a folder whose files were saved together.",
         )
         reasons, newest = ledger.not_private_reasons, Path(checkpoint_path)
-        live_ledgers = cls._live_ledgers(Path(live_path), Path(checkpoint_path), ledger.run_id)
-        for path, live in live_ledgers.items():
+        found = {file.path: cls.load(file.path)} if file.path.exists() else {}
+        # If the run resumes in another folder, the live ledger of its old folder may count releases
+        # made after the checkpoint.
+        old = newest.parent.parent / LEDGER_NAME
+        if old.exists() and old.resolve() != file.path.resolve():
+            if (other := cls.load(old)).run_id == ledger.run_id:
+                found[old] = other
+        for path, live in sorted(found.items(), key=lambda item: item[1].steps):
             both = f"{path} and {newest}"
             require(
                 live.run_id == ledger.run_id,
@@ -228,21 +220,6 @@ class Ledger:
             Resume(secrets.token_hex(8), updates, now(), software_versions(), changes),
         )
         return ledger
-
-    @classmethod
-    def _live_ledgers(cls, live: Path, checkpoint: Path, run_id: str) -> dict[Path, Self]:
-        """Return the live ledgers that a resumed run must count, by path, most releases last.
-
-        If the run resumes in another folder, its old folder also has a live ledger. That ledger may
-        count releases made after the checkpoint.
-        """
-        ledgers = {live: cls.load(live)} if live.exists() else {}
-        old = checkpoint.parent.parent / LEDGER_NAME
-        if old.exists() and old.resolve() != live.resolve():
-            other = cls.load(old)
-            if other.run_id == run_id:
-                ledgers[old] = other
-        return dict(sorted(ledgers.items(), key=lambda item: item[1].steps))
 
     # ---- Reading it ----
 
@@ -347,9 +324,7 @@ class Ledger:
         if accountant not in ACCOUNTANTS:
             raise AccountantFailure(f"{accountant!r} is unknown")
         blocks, counts = blocks_of(self.composed)
-        if not blocks:
-            return 0.0
-        epsilon = ACCOUNTANTS[accountant](blocks, counts, delta).epsilon(counts)
+        epsilon = ACCOUNTANTS[accountant](blocks, counts, delta).epsilon(counts) if blocks else 0.0
         if not math.isfinite(epsilon):
             raise AccountantFailure(f"it returned {epsilon}")
         return max(0.0, epsilon)
@@ -397,7 +372,8 @@ class Ledger:
         require(type(steps) is int and steps >= 1, f"{steps=} must be an integer of at least 1.")
         self.links = with_releases(self.links, self.mechanism, steps)
         self.runs[-1].sessions[-1] += steps
-        self._persist(anew=steps > 1)
+        if self._file is not None:
+            self._file.write(self.links, anew=steps > 1)
 
     def mark_not_private(self, reason: str) -> None:
         """Record permanently that this run has no guarantee, and why."""
@@ -453,8 +429,5 @@ class Ledger:
         links = extended(self.links, *entries)
         self.runs = runs_of(link.entry for link in links)
         self.links = links
-        self._persist()
-
-    def _persist(self, *, anew: bool = True) -> None:
         if self._file is not None:
-            self._file.write(self.links, anew=anew)
+            self._file.write(self.links, anew=True)

@@ -51,7 +51,7 @@ _HINTS = {
     "schedule. Pass those that the run began with.",
 }
 
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # of the squared norm of the coefficients
 
 
 def _are_coefficients(text: str) -> bool:
@@ -59,13 +59,10 @@ def _are_coefficients(text: str) -> bool:
         coefficients = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return (
-        isinstance(coefficients, list)
-        and len(coefficients) > 1
-        and all(type(c) is float for c in coefficients)
-        and coefficients[0] > 0
-        and math.fsum(c * c for c in coefficients) <= 1 + _ROUNDING
-    )
+    if type(coefficients) is not list or not all(type(c) is float for c in coefficients):
+        return False
+    norm = math.fsum(c * c for c in coefficients)
+    return len(coefficients) > 1 and coefficients[0] > 0 and norm <= 1 + _ROUNDING
 
 
 _RATE = {"valid": ("in (0, 1]", lambda x: 0 < x <= 1)}
@@ -241,13 +238,8 @@ class Mechanism(Record):
 
     def releases(self, steps: int) -> Releases:
         """Return ``steps`` releases of this mechanism, as input for `accounting`."""
-        return Releases(
-            self.noise_multiplier,
-            self.sample_rate,
-            steps,
-            adjacency=self.adjacency,
-            bands=len(self.bands),
-        )
+        sigma, q, adjacency = self.noise_multiplier, self.sample_rate, self.adjacency
+        return Releases(sigma, q, steps, adjacency=adjacency, bands=len(self.bands))
 
     def counted(self, sessions: Iterable[int]) -> int:
         """Return the number of steps to account for, given the number of releases of each session.
