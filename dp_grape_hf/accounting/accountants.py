@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy.fft import next_fast_len
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtri
 
 from dp_grape_hf.accounting.rdp import RDP, Accountant, AccountantFailure, Block, renyi_epsilon
-from dp_grape_hf.accounting.replace_one import output_of_loss
 
 
 class PLD(Accountant):
@@ -94,6 +92,8 @@ def _loss_distribution(block: Block, interval: float, rare: float) -> Any:
 class PRV(Accountant):
     """The upper bound of prv-accountant, by privacy random variables (Gopi et al. 2021).
 
+    It is not available for replace-one adjacency.
+
     The bound includes a numerical error of 0.2 % of ε, or more if that would take more than
     ``max_cells``, and an error of δ/1000 in δ.
 
@@ -115,6 +115,8 @@ class PRV(Accountant):
     quadrature_error = 1.5e-8  # tolerance of the means, which scipy's quad integrates in 11 pieces
 
     def __init__(self, blocks: Sequence[Block], max_counts: Sequence[int], delta: float) -> None:
+        if any(block.replaces for block in blocks):
+            raise AccountantFailure("it does not compute replace-one adjacency")
         self._steps = sum(max_counts)
         self._delta = delta = _delta_left(blocks, self._steps, delta, np.longdouble)
         self._delta_error = delta / 1000
@@ -132,9 +134,9 @@ class PRV(Accountant):
             cells = 2 * errors * (1 + reach / (self.coarsest * rough - of_means))
             raise AccountantFailure(f"it needs {cells:.1e} cells, more than {self.max_cells:.0e}")
         with _quiet():
-            from prv_accountant import PRVAccountant  # takes a second
+            from prv_accountant import PoissonSubsampledGaussianMechanism, PRVAccountant  # a second
 
-            losses = [_random_variable(block) for block in blocks]
+            losses = [PoissonSubsampledGaussianMechanism(q, sigma) for sigma, q, _ in blocks]
             while True:
                 self._error = max(min(0.01, self.relative_error * rough), finest)
                 rounding = self._error - of_means
@@ -158,23 +160,6 @@ class PRV(Accountant):
             total = self._accountant.compute_composition(list(counts))
             _, _, upper = total.compute_epsilon(self._delta, self._delta_error, error)
         return float(upper)
-
-
-def _random_variable(block: Block) -> Any:
-    """Return the loss of one release, as a ``PrivacyRandomVariable`` of prv-accountant."""
-    from prv_accountant import PoissonSubsampledGaussianMechanism, PrivacyRandomVariable
-
-    sigma, q, replaces = block
-    if not replaces:
-        return PoissonSubsampledGaussianMechanism(q, sigma)
-
-    class Replacement(PrivacyRandomVariable):
-        def cdf(self, t: npt.ArrayLike) -> npt.NDArray[np.longdouble]:
-            z = output_of_loss(np.asarray(t, dtype=np.float64), np.array(sigma), q)
-            above = q * ndtr((1 - z) / sigma) + (1 - q) * ndtr(-z / sigma)
-            return 1 - above.astype(np.longdouble)
-
-    return Replacement()
 
 
 ACCOUNTANTS: dict[str, type[Accountant]] = {"pld": PLD, "prv": PRV, "rdp": RDP}

@@ -10,7 +10,10 @@ Guarantee:
     the other, so the sum has sensitivity C. A step counts even if its batch is empty.
 
     With ``adjacency="replace_one"``, two datasets are adjacent if they have the same size and
-    differ in one example. The contribution then changes by up to 2C; see `replace_one`.
+    differ in one example. The contribution then changes by up to 2C. A step is dominated by the
+    pair P = (1 - q) N(0, sigma^2) + q N(1, sigma^2), Q = (1 - q) N(0, sigma^2) + q N(-1, sigma^2),
+    in units of C, and two gradients of opposite directions attain it. The proof is in the README of
+    this subpackage. dp_accounting composes the same pair (``NeighborRel.REPLACE_ONE``).
 
     With ``bands`` b > 1, noise is correlated over b steps. Each example can be sampled in one of b
     successive steps, with probability b q; see `banded`.

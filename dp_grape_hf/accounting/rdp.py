@@ -2,7 +2,7 @@
 
 Source: Mironov, Talwar and Zhang (2019), "Rényi differential privacy of the sampled Gaussian
 mechanism". Integer orders are computed by its binomial sum, fractional orders by quadrature of the
-integral. All orders for replace-one adjacency (`replace_one`) are computed by quadrature.
+integral. All orders for replace-one adjacency (`calibration`) are computed by quadrature.
 """
 
 import math
@@ -19,7 +19,7 @@ from scipy.special import gammaln, logsumexp
 class Block(NamedTuple):
     """The parameters of equal releases of the Poisson-subsampled Gaussian mechanism.
 
-    With ``replaces``, neighbours replace one example; see `replace_one`.
+    With ``replaces``, neighbours replace one example; see `calibration`.
     """
 
     noise_multiplier: float
@@ -90,7 +90,7 @@ def log_moments(sigma: float, q: float) -> npt.NDArray[np.float64]:
 @lru_cache(maxsize=1024)
 @np.errstate(all="ignore")
 def log_moments_of_replacement(sigma: float, q: float) -> npt.NDArray[np.float64]:
-    """Return log E_Q[(P / Q)^order] for all `ORDERS`, of the worst pair P, Q of `replace_one`."""
+    """Return log E_Q[(P / Q)^order] for all `ORDERS`, of the worst pair P, Q of `calibration`."""
     # A bound by joint convexity: sensitivity 2C with probability q, and 0 otherwise.
     doubled = 2 * ORDERS * (ORDERS - 1) / sigma / sigma
     if q == 1.0:

@@ -361,11 +361,15 @@ def test_where_pld_cannot_answer_rdp_does_and_says_so(
     assert "using rdp instead" in message
 
 
-def test_means_that_prv_may_miss_are_left_to_pld(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_prv_cannot_compute_is_left_to_pld(caplog: pytest.LogCaptureFixture) -> None:
     """It integrates each mean to an absolute tolerance, which 100,000 releases add up."""
     mechanism = (100.0, 0.01, 100_000, 1e-5)
     assert epsilon_of.__wrapped__(*mechanism, "prv") == epsilon_of(*mechanism, "pld")
     assert "quadrature may shift 100000 means" in caplog.text
+    replacing = VALID | {"adjacency": "replace_one"}
+    by_prv, by_pld = (compute_epsilon(**replacing | {"accountant": n}) for n in ("prv", "pld"))
+    assert by_prv == by_pld
+    assert "does not compute replace-one adjacency" in caplog.text
 
 
 @pytest.mark.parametrize(

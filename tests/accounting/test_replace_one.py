@@ -15,15 +15,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from dp_grape_hf.accounting import (
-    ACCOUNTANTS,
-    Adjacency,
-    Releases,
-    compose_epsilon,
-    compute_epsilon,
-)
+from dp_grape_hf.accounting import Adjacency, Releases, compose_epsilon, compute_epsilon
 from dp_grape_hf.accounting.rdp import ORDERS, log_moments_of_replacement
-from dp_grape_hf.accounting.replace_one import output_of_loss
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
@@ -35,7 +28,7 @@ VALID: dict[str, Any] = {
     "sample_rate": 0.1,
     "steps": 10,
     "delta": 1e-5,
-    "accountant": "prv",
+    "accountant": "pld",
     "adjacency": REPLACE_ONE,
 }
 Point = tuple[float, float]
@@ -67,16 +60,12 @@ def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: f
     for epsilon in (-2.0, -0.1, 0.0, 0.2, 1.0, 3.0):
         order = math.exp(epsilon)
         bound = np.maximum(worst[0] - order * worst[1], 0).sum() * cell**2
-        # The same in closed form: the loss is at least epsilon beyond one output.
-        at = float(output_of_loss(np.array(epsilon), np.array(sigma), q))
-        above = [(1 - q) * norm.sf(at / sigma) + q * norm.sf((at - end) / sigma) for end in (1, -1)]
-        assert above[0] - order * above[1] == pytest.approx(bound, rel=5e-3, abs=1e-6)
         for u, v in ends:
             p, r = densities(z, u, sigma, q), densities(z, v, sigma, q)
             assert np.maximum(p - order * r, 0).sum() * cell**2 <= bound * (1 + 5e-3) + 1e-6
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_epsilon_bounds_the_exact_divergence(steps: int, accountant: str) -> None:
     sigma, q = 2.0, 0.2
@@ -95,23 +84,10 @@ def test_epsilon_bounds_the_exact_divergence(steps: int, accountant: str) -> Non
         for u, v in product(product((1.0, 0.6, -1.0), repeat=steps), repeat=2):
             excess = np.maximum(outputs(u) - math.exp(epsilon) * outputs(v), 0)
             assert excess.sum() * cell**steps <= delta * (1 + 1e-3)
-        if accountant != "rdp":  # and no smaller bound would do
+        if accountant == "pld":  # and no smaller bound would do
             least = math.exp(epsilon - 0.03)
             excess = np.maximum(outputs((1.0,) * steps) - least * outputs((-1.0,) * steps), 0)
             assert excess.sum() * cell**steps > delta
-
-
-@pytest.mark.parametrize(("sigma", "q"), [(0.1, 1e-6), (0.7, 0.1), (2.0, 0.999), (40.0, 1.0)])
-def test_the_output_of_a_loss_has_that_loss(sigma: float, q: float) -> None:
-    t = np.array([-300.0, -3.0, -1e-3, 0.0, 1e-6, 0.5, 20.0, 900.0])
-    z = output_of_loss(t, np.array(sigma), q)
-    with np.errstate(divide="ignore"):
-        up, down = (
-            np.logaddexp(np.log1p(-q), math.log(q) + (sign * z - 0.5) / sigma**2)
-            for sign in (1, -1)
-        )
-    np.testing.assert_allclose(up - down, t, rtol=1e-9, atol=1e-12)
-    np.testing.assert_array_equal(output_of_loss(-t, np.array(sigma), q), -z)
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (8.0, 0.99)])
@@ -135,7 +111,7 @@ def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
         assert math.exp(moments[i]) == pytest.approx(moment, rel=1e-8)
 
 
-@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
     question = {"accountant": accountant, "sample_rate": 1.0, "noise_multiplier": 20.0}
     halved = {"noise_multiplier": 10.0, "adjacency": "add_or_remove_one"}

@@ -167,7 +167,9 @@ def test_cards_of_all_mechanisms_agree_with_their_ledgers(name: str, tmp_path: P
     """Whatever words the ledger has, and however the lines of the card end."""
     _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
-    assert {check.status for check in checks} == {OK}
+    absent = {"epsilon by prv"} if name == "replace one" else set()  # PRV does not compute it
+    assert {check.what for check in checks if check.status != OK} == absent
+    assert _wrong(checks) == []
     card = tmp_path / CARD_NAME
     card.write_bytes(b"\xef\xbb\xbf" + card.read_bytes().replace(b"\n", b"\r\n"))
     assert verify(tmp_path) == checks
