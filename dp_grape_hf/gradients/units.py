@@ -144,14 +144,14 @@ def _split(inputs: Inputs) -> tuple[Inputs, tuple[int, ...]]:
     if UNIT_OF_ROW not in inputs:
         raise PrivacyError(
             f"The batch has no {UNIT_OF_ROW!r}, so the unit of each row is not known. Collate it "
-            "with a UnitCollator."
+            "with LogicalBatchCollator(of_units=True)."
         )
     groups = [(unit, len(list(rows))) for unit, rows in groupby(inputs[UNIT_OF_ROW].tolist())]
     if [unit for unit, _ in groups] != list(range(len(groups))):
         raise PrivacyError(
             f"The batch's {UNIT_OF_ROW!r} does not count up from 0. If the rows of a unit were not "
-            "next to each other, one unit would be clipped as several. Collate it with a "
-            "UnitCollator."
+            "next to each other, one unit would be clipped as several. Collate it with "
+            "LogicalBatchCollator(of_units=True)."
         )
     sizes = tuple(size for _, size in groups)
     examples = {name: value for name, value in inputs.items() if name != UNIT_OF_ROW}

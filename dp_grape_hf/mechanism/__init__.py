@@ -1,6 +1,6 @@
 """Sample, clip, sum, add noise: the code that the guarantee rests on. Audit this subpackage first.
 
-``sampling`` samples each logical batch (``units`` samples privacy units instead of examples).
+``sampling`` samples each logical batch, of examples or of privacy units (``units``).
 ``collation`` makes the rows of each example from this example alone. ``clipping`` bounds the
 gradient of each example. ``release`` sums the clipped gradients and adds noise. ``noise`` and
 ``streams`` hold the secret randomness, and ``banded`` correlates noise over steps. ``signal``
@@ -43,9 +43,6 @@ from dp_grape_hf.mechanism.streams import (
     shared_sampling_generator as shared_sampling_generator,
 )
 from dp_grape_hf.mechanism.units import (
-    UnitBatchSampler as UnitBatchSampler,
-    UnitCollator as UnitCollator,
-    UnitDataset as UnitDataset,
     Units as Units,
     read_units as read_units,
     refuse_large_unit as refuse_large_unit,

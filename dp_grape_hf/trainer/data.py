@@ -20,9 +20,6 @@ from dp_grape_hf.mechanism import (
     Grid,
     LogicalBatchCollator,
     PoissonBatchSampler,
-    UnitBatchSampler,
-    UnitCollator,
-    UnitDataset,
     Units,
     read_units,
     refuse_large_unit,
@@ -43,7 +40,6 @@ def loader_of(
     dataset: Any,
     collator: Callable[[list[Any]], Any],
     args: Any,
-    units: Units | None,
     longest: int | None,
     *,
     secret: bool,
@@ -51,11 +47,10 @@ def loader_of(
     """Return a loader of logical batches.
 
     Args:
-        draws: samples examples, or units if there are any.
+        draws: samples examples, or units with a ``privacy_unit_column``.
         dataset: the examples.
         collator: makes a physical batch.
         args: the arguments of the run.
-        units: the examples of each privacy unit; None if each example is a unit.
         longest: the number of positions that the model has; None without a limit.
         secret: whether random numbers of data set and collator are secret; tests repeat a run.
     """
@@ -65,21 +60,12 @@ def loader_of(
     )  # computed from declared numbers only
     grid = Grid(longest, parts=2 if batches >= _MANY else 1)
     seeds = secret_seeds if secret else repeatable_seeds
-    parts: dict[str, Any]
-    if units is None:
-        parts = {
-            "dataset": EmptyDrawDataset(dataset, seeds),
-            "batch_sampler": draws,
-            "collate_fn": LogicalBatchCollator(collator, size, grid, seeds),
-        }
-    else:
-        parts = {
-            "dataset": UnitDataset(dataset, args.privacy_unit_column, seeds),
-            "batch_sampler": UnitBatchSampler(draws, units, args.max_examples_per_unit),
-            "collate_fn": UnitCollator(collator, size, grid, seeds),
-        }
+    column = args.privacy_unit_column
+    of_units = column is not None
     return DataLoader(
-        **parts,
+        EmptyDrawDataset(dataset, seeds, column),
+        batch_sampler=draws,
+        collate_fn=LogicalBatchCollator(collator, size, grid, seeds, of_units),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
         persistent_workers=args.dataloader_persistent_workers,

@@ -74,7 +74,6 @@ from dp_grape_hf.mechanism import (
     LogicalBatch,
     PoissonBatchSampler,
     Streams,
-    UnitBatchSampler,
     Units,
     forget_the_seed,
     noise_generator,
@@ -508,8 +507,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def num_examples(self, dataloader: DataLoader[Any]) -> int:
         """Return the declared N for a training loader; throughput would reveal its true size."""
-        draws = getattr(dataloader, "batch_sampler", None)
-        if isinstance(draws, PoissonBatchSampler | UnitBatchSampler):
+        if isinstance(getattr(dataloader, "batch_sampler", None), PoissonBatchSampler):
             return int(self.plan.mechanism.num_samples)
         return super().num_examples(dataloader)
 
@@ -542,9 +540,11 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             rank=args.process_index,
             world_size=args.world_size,
             turns=lambda: me.private_run.turns,
+            units=self._units,
+            max_examples_per_unit=args.max_examples_per_unit,
         )
         positions, secret = positions_of(self.model), self._known_streams is None
-        return loader_of(draws, dataset, collator, args, self._units, positions, secret=secret)
+        return loader_of(draws, dataset, collator, args, positions, secret=secret)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Return the loader of the host; raises ``PrivacyError`` for training rows."""

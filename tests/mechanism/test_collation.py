@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, RowCollator, UnitCollator, collation
+from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, RowCollator, collation
 from dp_grape_hf.trainer.collators import refuse_other_rows
 from recipes.paper.opt_tasks import Collator as OptionsCollator
 from tests.support.collators import longest_first, tokenizer
@@ -228,7 +228,7 @@ def test_an_error_of_a_collator_is_its_own() -> None:
 def test_a_unit_is_collated_by_itself() -> None:
     collator, make = COLLATORS["padded left"]
     units = [[make(3, 0), make(20, 1)], [make(5, 2)], [make(9, 3), make(4, 4)], [make(24, 5)]]
-    collate = UnitCollator(collator, 8)
+    collate = LogicalBatchCollator(collator, 8, of_units=True)
     everyone = rows_of(collate(units))
     assert sorted(len(row["input_ids"]) for row in everyone) == [8, 12, 12, 24, 24, 24]
     for left_out in range(len(units)):

@@ -24,10 +24,9 @@ from dp_grape_hf.gradients import (
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.units import UnitSum
 from dp_grape_hf.mechanism import (
+    EmptyDrawDataset,
+    LogicalBatchCollator,
     PoissonBatchSampler,
-    UnitBatchSampler,
-    UnitCollator,
-    UnitDataset,
     add_clipped_sum_,
     read_units,
 )
@@ -113,8 +112,8 @@ MEMBERS = [UNITS.examples(unit).tolist() for unit in range(len(UNITS))]
 
 
 def _draws(sample_rate: float, steps: int, seed: int = 0, cap: int | None = None, **place: Any):  # type: ignore[no-untyped-def]
-    draws = PoissonBatchSampler(len(UNITS), sample_rate, steps, coins(seed), **place)
-    return list(UnitBatchSampler(draws, UNITS, cap))
+    place |= {"units": UNITS, "max_examples_per_unit": cap}
+    return list(PoissonBatchSampler(len(UNITS), sample_rate, steps, coins(seed), **place))
 
 
 def _unit_of(examples: list[int]) -> int:
@@ -126,7 +125,6 @@ def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
     drawn = _draws(0.4, 200)
     assert drawn == [[MEMBERS[unit] for unit in draw] for draw in plain]
     assert [] in drawn
-    assert len(UnitBatchSampler(plain, UNITS)) == 200
 
 
 @pytest.mark.parametrize("cap", [None, 2])
@@ -163,7 +161,7 @@ def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
     """Chi-square of the 100 pairs of consecutive subsets, 2 of 5: false alarm below 1e-5."""
     steps, kinds = 4001, set(itertools.combinations(range(5), 2))
     one = read_units([{"user": 0}] * 5, "user")
-    draws = UnitBatchSampler(PoissonBatchSampler(1, 1.0, steps, coins()), one, 2)
+    draws = PoissonBatchSampler(1, 1.0, steps, coins(), units=one, max_examples_per_unit=2)
     subsets = [tuple(draw[0]) for draw in draws]
     assert set(subsets) == kinds
     pairs = Counter(itertools.pairwise(subsets))
@@ -175,7 +173,7 @@ def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
 
 def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PrivacyError, match="num_samples"):
-        UnitBatchSampler(PoissonBatchSampler(5, 0.5, 1, coins()), UNITS)
+        PoissonBatchSampler(5, 0.5, 1, coins(), units=UNITS)
 
 
 # ---- Physical batches ----
@@ -187,7 +185,7 @@ def _collate(examples: list[int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("physical_batch_size", [7, 8, 30])
 def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
-    batches = UnitCollator(_collate, physical_batch_size)(MEMBERS)
+    batches = LogicalBatchCollator(_collate, physical_batch_size, of_units=True)(MEMBERS)
     assert batches.sizes == tuple(len(batch["id"]) for batch in batches)
     assert max(batches.sizes) <= physical_batch_size
     assert len(batches) == math.ceil(sum(SIZES) / physical_batch_size)  # 24 examples fit tightly
@@ -201,19 +199,20 @@ def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
 
 
 def test_single_examples_keep_their_order() -> None:
-    batches = UnitCollator(_collate, 3)([[i] for i in range(7)])
+    batches = LogicalBatchCollator(_collate, 3, of_units=True)([[i] for i in range(7)])
     assert [batch["id"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
 
 
 def test_an_empty_share_has_no_physical_batch() -> None:
-    dataset = UnitDataset([{"user": 1}], "user")
+    dataset = EmptyDrawDataset([{"user": 1}], unit_column="user")
     assert dataset.__getitems__([]) == []
-    batches = UnitCollator(_collate, 3)([])
+    batches = LogicalBatchCollator(_collate, 3, of_units=True)([])
     assert (list(batches), batches.sizes) == ([], ())
 
 
 def test_the_column_stays_behind() -> None:
-    dataset = UnitDataset([{"user": u, "x": i} for i, u in enumerate("aba")], "user")
+    rows = [{"user": u, "x": i} for i, u in enumerate("aba")]
+    dataset = EmptyDrawDataset(rows, unit_column="user")
     assert dataset[1] == {"x": 1}
     assert dataset.__getitems__([[0, 2], [1]]) == [[{"x": 0}, {"x": 2}], [{"x": 1}]]
     assert len(dataset) == 3

@@ -467,7 +467,7 @@ def _every_rank(rank: int) -> Apply:
 
 def _together(collate: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
     """Collates a physical batch as a whole."""
-    split = collate._chunks([*range(len(examples))])
+    split = collate._packed([1] * len(examples), [*range(len(examples))])
     batches = [collate.collate_rows.collator([examples[i] for i in some]) for some in split]
     return LogicalBatch(batches, [len(some) for some in split])
 

@@ -16,7 +16,6 @@ from dp_grape_hf.gradients.units import _split
 from dp_grape_hf.mechanism import (
     LogicalBatchCollator,
     PoissonBatchSampler,
-    UnitBatchSampler,
     read_units,
     refuse_large_unit,
 )
@@ -36,8 +35,8 @@ def _packed(examples: Any) -> dict[str, Tensor]:
 
 
 def _draws_of_others() -> None:
-    draws = PoissonBatchSampler(37, 0.5, 1, torch.Generator())
-    UnitBatchSampler(draws, read_units([{"user": i} for i in range(41)], "user"))
+    units = read_units([{"user": i} for i in range(41)], "user")
+    PoissonBatchSampler(37, 0.5, 1, torch.Generator(), units=units)
 
 
 FAILURES: dict[str, Callable[[], Any]] = {
