@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -42,26 +43,20 @@ class Window(NamedTuple):
     strengths: dict[str, Strength]  # group -> strength; "" for all groups
 
 
-class _Energy:
-    """The energy of some releases, and of the noise in them."""
+class _Energy(NamedTuple):
+    """The energy of some releases, the energy of the noise in them, and its variance."""
 
-    noise = variance = 0.0
     energy: Tensor | float = 0.0
+    noise: float = 0.0
+    variance: float = 0.0
 
-    @classmethod
-    def sum(cls, parts: Iterable[_Energy], weight: int = 1) -> _Energy:
-        """Return the energy of all parts together, so many times."""
-        total = cls()
-        for part in parts:
-            total.energy = total.energy + part.energy * weight
-            total.noise += part.noise * weight
-            total.variance += part.variance * weight**2
-        return total
-
-    def expect(self, size: int, std: float) -> None:
-        """Add the energy of noise in so many numbers, and its variance."""
-        self.noise += size * std**2
-        self.variance += 2 * size * std**4
+    def plus(self, other: _Energy, weight: int = 1) -> _Energy:
+        """Return the sum with another energy, which counts ``weight`` times."""
+        return _Energy(
+            self.energy + other.energy * weight,
+            self.noise + other.noise * weight,
+            self.variance + other.variance * weight**2,
+        )
 
     def strength(self, count: int) -> Strength:
         """Return the root mean squares over so many releases."""
@@ -70,22 +65,20 @@ class _Energy:
         return Strength(*(math.sqrt(e / count) for e in (beyond if sure else 0.0, self.noise)))
 
 
+_Energies = dict[str, _Energy]  # by group
+
+
 class _Mean:
-    """The mean of some releases in a row.
+    """The mean of successive releases, of which the first has the number ``first``."""
 
-    Args:
-        bands: the coefficients of the noise.
-        first: the number of the first release.
-    """
-
-    def __init__(self, bands: Sequence[float], first: int) -> None:
-        self._bands, self._first, self.count = bands, first, 0
+    def __init__(self, first: int) -> None:
+        self.first, self.count = first, 0
         self.sums: dict[str, Tensor] = {}
 
     @property
     def next(self) -> _Mean:
         """An empty mean, of the releases that follow."""
-        return _Mean(self._bands, self._first + self.count)
+        return _Mean(self.first + self.count)
 
     def add(self, parts: Mapping[str, Tensor]) -> None:
         """Add a release."""
@@ -93,18 +86,6 @@ class _Mean:
         for name, part in parts.items():
             earlier = self.sums.get(name)
             self.sums[name] = part.clone() if earlier is None else earlier.add_(part)
-
-    def energies(self, groups: Mapping[str, str], stds: Mapping[str, float]) -> dict[str, _Energy]:
-        """Return the energies of the mean, by group."""
-        window = np.zeros((1, self._first + self.count))
-        window[0, self._first :] = 1.0 / self.count
-        left = noise_left(self._bands, window)
-        by_group: defaultdict[str, _Energy] = defaultdict(_Energy)
-        for name, total in self.sums.items():
-            energy = by_group[groups.get(name, "")]
-            energy.energy = energy.energy + total.double().square().sum() / self.count**2
-            energy.expect(total.numel(), stds[name] * left)
-        return by_group
 
 
 class Signal:
@@ -125,12 +106,12 @@ class Signal:
     def __init__(self, bands: Sequence[float] = (1.0,)) -> None:
         self.groups: Mapping[str, str] = {}
         self.windows: list[Window] = []
-        self._correlated = len(bands) > 1
+        self._bands, self._correlated = bands, len(bands) > 1
         self._runs: Runs | None = None
         self._stds: dict[str, float] = {}
-        self._mean, self._window = _Mean(bands, 0), _Mean(bands, 0)
-        self._energies: dict[str, _Energy] = defaultdict(_Energy)  # releases of this window
-        self._earlier: dict[str, _Energy] = {}  # earlier means, weighted by their releases
+        self._mean, self._window = _Mean(0), _Mean(0)
+        self._of_window: _Energies = {}  # of the releases of this window
+        self._earlier: _Energies = {}  # earlier means, weighted by their releases
         self._releases = 0  # number of releases in earlier means
 
     @property
@@ -156,31 +137,20 @@ class Signal:
             others = private_grads.others
             private_grads = private_grads.in_runs(self._runs)
             summed = {n: part for n, part in private_grads.items() if n not in others}
-        parts: defaultdict[str, list[str]] = defaultdict(list)
-        for name in private_grads:
-            parts[self.groups.get(name, "")].append(name)
-        total: Tensor | float = 0.0
-        for group, names in parts.items():
-            norm = torch.nn.utils.get_total_norm([private_grads[n] for n in names])
-            square = norm.detach().double().square()
-            total = total + square
-            self._stds |= {n: std / factors.get(n, 1.0) for n in names}
-            energy = self._energies[group]
-            energy.energy = energy.energy + square
-            for n in names:
-                energy.expect(private_grads[n].numel(), self._stds[n])
+        self._stds |= {n: std / factors.get(n, 1.0) for n in private_grads}
+        energies = self._energies(private_grads)
+        self._of_window = _added(self._of_window, energies)
         if self._mean.count == _LONGEST:
             self.begin_anew()
         self._mean.add(summed)
         self._window.add(summed if self._correlated else {})
-        return torch.as_tensor(total).sqrt().float()
+        return torch.as_tensor(sum(energy.energy for energy in energies.values())).sqrt().float()
 
     def begin_anew(self) -> None:
         """Begin another mean, because a redraw of P changes the meaning of coordinates."""
-        mean = self._mean
-        if mean.count:
-            self._earlier, self._releases = self._all(), self._releases + mean.count
-            self._mean = mean.next
+        if self._mean.count:
+            self._earlier, self._releases = self._all(), self._releases + self._mean.count
+            self._mean = self._mean.next
 
     def take(self) -> dict[str, Strength]:
         """Return the strength of all releases so far: by group, and "" for all.
@@ -191,26 +161,47 @@ class Signal:
         window = self._window
         if not window.count:
             return {}
-        energies = window.energies(self.groups, self._stds) if self._correlated else self._energies
+        energies = self._of_mean(window) if self._correlated else self._of_window
         count = 1 if self._correlated else window.count
         self.windows.append(Window(window.count, _strengths(energies, count)))
-        self._window, self._energies = window.next, defaultdict(_Energy)
+        self._window, self._of_window = window.next, {}
         return _strengths(self._all(), self._releases + self._mean.count)
 
-    def _all(self) -> dict[str, _Energy]:
+    def _all(self) -> _Energies:
         """Return the energies of all means, each as often as it has releases."""
-        mean, earlier = self._mean, self._earlier
-        by_group = mean.energies(self.groups, self._stds) if mean.count else {}
-        every = {
-            name: _Energy.sum([energy], weight=mean.count) for name, energy in by_group.items()
-        }
-        return {
-            name: _Energy.sum(part[name] for part in (earlier, every) if name in part)
-            for name in dict.fromkeys([*earlier, *every])
-        }
+        mean = self._mean
+        return _added(self._earlier, self._of_mean(mean) if mean.count else {}, mean.count)
+
+    def _of_mean(self, mean: _Mean) -> _Energies:
+        window = np.zeros((1, mean.first + mean.count))
+        window[0, mean.first :] = 1.0 / mean.count
+        return self._energies(mean.sums, 1.0 / mean.count, noise_left(self._bands, window))
+
+    def _energies(
+        self, tensors: Mapping[str, Tensor], scale: float = 1.0, left: float = 1.0
+    ) -> _Energies:
+        """Return the energies of tensors times ``scale``, with noise of ``left`` times its std."""
+        names_of: defaultdict[str, list[str]] = defaultdict(list)
+        for name in tensors:
+            names_of[self.groups.get(name, "")].append(name)
+        found = {}
+        for group, names in names_of.items():
+            norm = torch.nn.utils.get_total_norm([tensors[n] for n in names]).detach().double()
+            parts = [(tensors[n].numel(), (self._stds[n] * left) ** 2) for n in names]
+            noise, variance = sum(d * v for d, v in parts), sum(2 * d * v**2 for d, v in parts)
+            found[group] = _Energy((norm * scale).square(), noise, variance)
+        return found
 
 
-def _strengths(energies: Mapping[str, _Energy], count: int) -> dict[str, Strength]:
+def _added(one: _Energies, other: _Energies, weight: int = 1) -> _Energies:
+    """Return the sums of energies by group, of which the others count ``weight`` times."""
+    none = _Energy()
+    names = dict.fromkeys([*one, *other])
+    return {n: one.get(n, none).plus(other.get(n, none), weight) for n in names}
+
+
+def _strengths(energies: _Energies, count: int) -> dict[str, Strength]:
     """Return the strength of each group, and of all together if there is any."""
-    over_all = {"": _Energy.sum(energies.values())} if energies else {}
+    every = reduce(_Energy.plus, energies.values(), _Energy())
+    over_all = {"": every} if energies else {}
     return {name: energy.strength(count) for name, energy in {**energies, **over_all}.items()}
