@@ -29,7 +29,4 @@ from dp_grape_hf.accounting.calibration import (
     usual_batch_size as usual_batch_size,
 )
 from dp_grape_hf.accounting.rdp import AccountantFailure as AccountantFailure
-from dp_grape_hf.accounting.releases import (
-    Adjacency as Adjacency,
-    Releases as Releases,
-)
+from dp_grape_hf.accounting.releases import Adjacency as Adjacency, Releases as Releases

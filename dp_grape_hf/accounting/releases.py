@@ -61,12 +61,10 @@ class Releases:
             "num_samples, for example 64 / 1024.",
         )
         require(
-            _is_whole(self.steps, 0),
-            f"steps={self.steps!r} must be a whole number, not negative.",
+            _is_whole(self.steps, 0), f"steps={self.steps!r} must be a whole number, not negative."
         )
         require(
-            _is_whole(self.bands, 1),
-            f"bands={self.bands!r} must be a whole number, at least 1.",
+            _is_whole(self.bands, 1), f"bands={self.bands!r} must be a whole number, at least 1."
         )
         require(
             self.adjacency in Adjacency,

@@ -154,11 +154,7 @@ class Ledger:
 
     @classmethod
     def resume(
-        cls,
-        live_path: str | Path,
-        checkpoint_path: str | Path,
-        mechanism: Mechanism,
-        updates: int,
+        cls, live_path: str | Path, checkpoint_path: str | Path, mechanism: Mechanism, updates: int
     ) -> Self:
         """Continue the ledger of the run that wrote a checkpoint.
 

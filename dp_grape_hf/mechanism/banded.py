@@ -107,11 +107,7 @@ class BandedNoise:
         return [] if self._ring is None else [self._ring]
 
     def add_(
-        self,
-        values: Sequence[Tensor],
-        std: float,
-        generator: torch.Generator,
-        divisor: float,
+        self, values: Sequence[Tensor], std: float, generator: torch.Generator, divisor: float
     ) -> None:
         """Make each value ``(value + w) / divisor`` in place.
 

@@ -47,10 +47,7 @@ def grid_of(std: float) -> float:
 
 
 def add_noise_(
-    values: Sequence[torch.Tensor],
-    std: float,
-    generator: torch.Generator,
-    divisor: float = 1.0,
+    values: Sequence[torch.Tensor], std: float, generator: torch.Generator, divisor: float = 1.0
 ) -> None:
     """Make each value ``(value + N(0, std^2)) / divisor`` in place.
 

@@ -34,10 +34,7 @@ from dp_grape_hf.gradients import (
 )
 from dp_grape_hf.ledger import BANDED, Clipping, Ledger
 from dp_grape_hf.mechanism.banded import BandedNoise, Turns
-from dp_grape_hf.mechanism.clipping import (
-    add_clipped_sum_,
-    factors_by_name,
-)
+from dp_grape_hf.mechanism.clipping import add_clipped_sum_, factors_by_name
 from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.phases import CLIP, PER_SAMPLE, RECORD
 from dp_grape_hf.projections import Projector

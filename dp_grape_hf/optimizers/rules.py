@@ -109,10 +109,7 @@ _RULES = (
     ),
     UpdateRule("sgd", torch.optim.SGD),
     UpdateRule(
-        "momentum",
-        torch.optim.SGD,
-        moments={"momentum_buffer": 1},
-        settings={"momentum": 0.9},
+        "momentum", torch.optim.SGD, moments={"momentum_buffer": 1}, settings={"momentum": 0.9}
     ),
     UpdateRule("rmsprop", torch.optim.RMSprop, moments={"square_avg": 2}),
     UpdateRule("adagrad", torch.optim.Adagrad, moments={"sum": 2}),

@@ -63,10 +63,7 @@ class Principal(NamedTuple):
 
 @torch.no_grad()
 def principal_directions(
-    model: nn.Module,
-    ranks: Mapping[str, int],
-    batches: Batches,
-    seed: int = 0,
+    model: nn.Module, ranks: Mapping[str, int], batches: Batches, seed: int = 0
 ) -> dict[str, Principal]:
     """Return the principal directions of linear layers' inputs and of embeddings' outputs.
 

@@ -34,10 +34,7 @@ class _Redrawn:
     """
 
     def __init__(
-        self,
-        placed: Mapping[str, Placement],
-        update_steps: int | None,
-        device: torch.device | str,
+        self, placed: Mapping[str, Placement], update_steps: int | None, device: torch.device | str
     ) -> None:
         self.placements = placed
         self._update_steps, self._device = update_steps, torch.device(device)

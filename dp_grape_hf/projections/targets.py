@@ -13,9 +13,7 @@ from dp_grape_hf.errors import PrivacyError
 
 
 def projection_targets(
-    model: nn.Module,
-    trainable: Mapping[str, nn.Parameter],
-    wanted: str | list[str] | None = None,
+    model: nn.Module, trainable: Mapping[str, nn.Parameter], wanted: str | list[str] | None = None
 ) -> list[str]:
     """Return the names of the weights to project.
 

@@ -16,12 +16,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from dp_grape_hf.accounting import (
-    Releases,
-    compose_epsilon,
-    find_noise_multiplier,
-    rounded_up,
-)
+from dp_grape_hf.accounting import Releases, compose_epsilon, find_noise_multiplier, rounded_up
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier

@@ -45,10 +45,7 @@ def with_factors(per_sample: PerSampleEngine, factors: Any, **own: Any) -> Priva
 
 
 def definition(
-    gradients: Mapping[str, Tensor],
-    factors: Mapping[str, float],
-    bound: float,
-    clipping: str,
+    gradients: Mapping[str, Tensor], factors: Mapping[str, float], bound: float, clipping: str
 ) -> dict[str, Tensor]:
     """Returns ``sum_i clip(f g_i, C) / f`` of gradients (B, ...), in float64."""
     times = {name: factors.get(name, 1.0) * g.double() for name, g in gradients.items()}
@@ -132,8 +129,7 @@ EXTREME: dict[str, dict[str, float] | None] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "clipping"),
-    [*((name, "flat") for name in EXTREME), ("all", "automatic")],
+    ("name", "clipping"), [*((name, "flat") for name in EXTREME), ("all", "automatic")]
 )
 def test_one_more_sample_moves_the_sum_before_noise_within_c(
     name: str, clipping: str, monkeypatch: pytest.MonkeyPatch

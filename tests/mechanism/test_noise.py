@@ -157,9 +157,7 @@ def check_each_coordinate(releases: Array) -> None:
 
 
 @secure_is_slow
-def test_each_coordinate_of_many_releases_is_normal_and_independent(
-    secure: bool,
-) -> None:
+def test_each_coordinate_of_many_releases_is_normal_and_independent(secure: bool) -> None:
     generator, size = noise_generator(secure=secure), 1024
     releases = np.empty((2048, size), dtype=np.float32)
     for release in releases:
@@ -261,9 +259,7 @@ def test_low_bits_reveal_the_sum_only_without_secure_noise() -> None:
 
 
 @pytest.mark.parametrize("start", [0.3, -1e-6])
-def test_secure_sums_are_grid_multiples_with_the_right_frequencies(
-    start: float,
-) -> None:
+def test_secure_sums_are_grid_multiples_with_the_right_frequencies(start: float) -> None:
     """Whatever was added to. Chi-squared of the cells; false alarm below 1e-8."""
     std, size = 1.5, 2**21
     grid = grid_of(std)

@@ -157,10 +157,7 @@ def test_per_group_clipping_gives_both_groups_half_of_c_squared(clipping: str) -
         for name, gradient in part.items():
             expected[name] = torch.einsum("b,b...->...", factors.float(), gradient)
     engine = make_private(
-        make_engine("layerwise", model),
-        max_grad_norm=bound,
-        clipping=clipping,
-        clipped_apart=apart,
+        make_engine("layerwise", model), max_grad_norm=bound, clipping=clipping, clipped_apart=apart
     )
     private = released(engine, [inputs])
     assert distance(private, {name: expected[name] for name in private}) < 1e-4 * bound

@@ -26,11 +26,7 @@ from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.projections import ProjectionSchedule, rounding_generator
 from dp_grape_hf.projections.seeds import projection_seed_for
 from tests.support.models import only
-from tests.support.trainers import (
-    Examples,
-    examples_of,
-    spy_releases,
-)
+from tests.support.trainers import Examples, examples_of, spy_releases
 from tests.trainer.distributed.run import trained
 
 RECORD = Path(__file__).with_name("same_release.json")

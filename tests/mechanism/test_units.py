@@ -13,14 +13,7 @@ from torch import Tensor
 from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.gradients import (
-    ANSWERS,
-    UNIT_OF_ROW,
-    Dense,
-    UnitEngine,
-    flat,
-    make_engine,
-)
+from dp_grape_hf.gradients import ANSWERS, UNIT_OF_ROW, Dense, UnitEngine, flat, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.units import UnitSum
 from dp_grape_hf.mechanism import (

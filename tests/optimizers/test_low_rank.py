@@ -19,11 +19,7 @@ from recipes.benchmark.kernels import Kernels
 from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
-from tests.support.oracles import (
-    Largest,
-    assert_gradients_equal,
-    single_sample_gradients,
-)
+from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 
 Projectors = Mapping[str, Projector]
 RANK = 4
