@@ -394,24 +394,6 @@ def broken(links: Sequence[Link]) -> str | None:
     return None
 
 
-def goes_on(longer: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Return whether the chain ``longer`` equals ``links``, or extends it."""
-    *sealed, (last, digest) = links
-    at = len(sealed)
-    if len(longer) <= at or list(longer[:at]) != sealed:
-        return False
-    now = longer[at].entry
-    return counts_on(last, now) or longer[at] == (last, digest)
-
-
-def lacks_releases(longer: Sequence[Link], links: Sequence[Link]) -> bool:
-    """Return whether ``links`` has releases, after the two chains differ, that ``longer`` lacks."""
-    pairs = enumerate(zip(links, longer, strict=False))
-    common = next((n for n, (one, other) in pairs if one != other), len(longer))
-    more = any(isinstance(link.entry, Release) for link in links[common:])
-    return more and not goes_on(longer, links)
-
-
 def has_been_head(digest: str, links: Sequence[Link]) -> bool:
     """Return whether a digest is, or once was, the digest of the last entry of a chain."""
     before = _GENESIS

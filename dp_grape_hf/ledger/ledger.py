@@ -33,18 +33,22 @@ from dp_grape_hf.ledger.entries import (
     Start,
     Weights,
     broken,
+    counts_on,
     extended,
-    goes_on,
     has_been_head,
     is_digest,
-    lacks_releases,
     now,
     released,
     runs_of,
     software_versions,
     with_releases,
 )
-from dp_grape_hf.ledger.record import MAY_CHANGE_ON_RESUME, Mechanism, require_same_mechanism
+from dp_grape_hf.ledger.record import (
+    MAY_CHANGE_ON_RESUME,
+    Mechanism,
+    Release,
+    require_same_mechanism,
+)
 from dp_grape_hf.ledger.storage import LiveFile, read_links, to_text, write_text
 
 
@@ -199,7 +203,7 @@ class Ledger:
             )
             require_same_mechanism(mechanism, live.mechanism, path)
             require(
-                not lacks_releases(live.links, ledger.links),
+                live.goes_on_from(ledger) or not ledger._has_releases_beyond(live),
                 f"{both} contain {live.steps} and {ledger.steps} releases, and the first lacks "
                 "some of the second: it was rolled back, or they are branches of one run. Restore "
                 "its newest copy, or start a new run that continues one of them, and add up the "
@@ -347,7 +351,16 @@ class Ledger:
 
     def goes_on_from(self, copy: Self) -> bool:
         """Return whether ``copy`` is this ledger, or a copy of an earlier state of it."""
-        return goes_on(self.links, copy.links)
+        *sealed, last = copy.links
+        now = self.links[len(sealed) : len(sealed) + 1]
+        same = list(self.links[: len(sealed)]) == sealed and len(now) == 1
+        return same and (now[0] == last or counts_on(last.entry, now[0].entry))
+
+    def _has_releases_beyond(self, other: Self) -> bool:
+        """Return whether there are releases after the entries that both ledgers have in common."""
+        pairs = enumerate(zip(self.links, other.links, strict=False))
+        common = next((n for n, (ours, theirs) in pairs if ours != theirs), len(other.links))
+        return any(isinstance(link.entry, Release) for link in self.links[common:])
 
     # ---- Writing it ----
 
