@@ -247,6 +247,13 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         Torch's optimizer receives one block of rows after the other, with their moments.
         """
         here, gradient, state = local(weight), rows_here(gradient, weight), self.state[weight]
+        state.pop("value", None)
+        state.setdefault("step", torch.zeros((), device=here.device))
+        for key in self._rule.moments:
+            if key not in state:
+                state[key] = torch.zeros_like(weight, dtype=torch.float32)
+            _check_shape(state[key], weight.shape)
+            state[key] = spread(state[key], weight).contiguous()
         rows = nn.Parameter(torch.zeros(0, device=here.device))
         inner = self._rule.make([{"params": [rows], **self._settings_of(group)}], {})
         for block in self._blocks(weight):
@@ -260,7 +267,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             if here.dtype is not torch.float32 or not here.is_contiguous():
                 self._write(here, block, rows.data)
             rows.grad = None
-        state["step"] += 1
+        state["step"] = state["step"] + 1  # not in place: weights of the vector share a tensor
 
     # ---- The layout of Z ----
 
@@ -300,8 +307,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             step = torch.full((), count, device=flat.device)
             places = {weight: self._places[weight] for weight in weights}
             for weight, place in places.items():
-                views = {key: place.of(vector) for key, vector in moments.items()}
-                self._take_over(weight, views | {"step": step})
+                state = self.state[weight]
+                for name, vector in moments.items():
+                    view = place.of(vector)
+                    if name in state:
+                        _check_shape(state[name], view.shape)
+                        view.copy_(state[name])
+                    state[name] = view
+                state["step"] = step
                 if is_short(weight) and weight not in self._projectors:
                     self._take_value(weight)
             start, *_, stop = [bound for p in places.values() for bound in (p.start, p.stop)]
@@ -309,32 +322,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             states[numbers]["step"] = step
             runs.append((numbers, slice(start, stop)))
             groups[first]["params"].append(numbers)
-        for weight in private_grads:
-            state = self.state[weight]
-            state.pop("value", None)
-            step = torch.full((), float(state.get("step", 0.0)), device=local(weight).device)
-            zeros = {key: self._moment(state.get(key), weight) for key in self._rule.moments}
-            self._take_over(weight, zeros | {"step": step})
         used = {first: group for first, group in groups.items() if group["params"]}
         inner = self._rule.make([*used.values()], states) if used else None
         self._layout = _Layout(key, inner, [*used], runs)
         return self._layout
-
-    def _moment(self, saved: Tensor | None, like: Tensor) -> Tensor:
-        """Return a contiguous float32 moment: ``saved`` if it fits ``like``, otherwise zeros."""
-        if saved is not None and saved.shape == like.shape and saved.is_contiguous():
-            return spread(saved, like)
-        options: Any = {"dtype": torch.float32, "memory_format": torch.contiguous_format}
-        return torch.zeros_like(like, **options)
-
-    def _take_over(self, weight: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of a weight to its new tensors."""
-        state = self.state[weight]
-        for key, tensor in tensors.items():
-            if key in state and key != "step" and state[key] is not tensor:
-                _check_shape(state[key], tensor.shape)
-                local(tensor).copy_(local(spread(state[key], tensor)))
-            state[key] = tensor
 
     def _take_value(self, weight: nn.Parameter) -> None:
         """Make the float32 value of a weight, if there is none or if the weight was changed."""

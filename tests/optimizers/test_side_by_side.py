@@ -58,7 +58,7 @@ def optimizer_of(weights: Parameters, rule: str, **options: Any) -> ProjectedOpt
 def test_weights_move_as_by_name(rule: str, decay: float, dtype: torch.dtype) -> None:
     one, other = parameters(dtype), parameters(dtype)
     by_name, by_place = (optimizer_of(w, rule, weight_decay=decay) for w in (one, other))
-    for number, beside in enumerate([(), (), ("vector",), ("square", "number"), ()]):
+    for number, beside in enumerate([(), ("square",), ("vector",), ("vector", "number"), ()]):
         projectors = draw(number // 2)
         step(by_name, one, number, projectors)
         flat_step(by_place, other, number, projectors, beside)
