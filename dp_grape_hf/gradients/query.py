@@ -95,11 +95,7 @@ class QueryEngine(PerSampleEngine):
         return losses, FlatGradients(self.layout(projectors), answers, {}, [ANSWERS])
 
     def _asked(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        with (
-            self.observer.phase(FORWARD),
-            in_mode(self.model, training=False),
-            torch.no_grad(),
-        ):
+        with self.observer.phase(FORWARD), in_mode(self.model, training=False), torch.no_grad():
             losses, answers = self.query(inputs)
         rows = batch_size_of(inputs)
         if losses.shape != (rows,) or answers.shape != (rows, self.size):

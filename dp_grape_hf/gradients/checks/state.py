@@ -25,8 +25,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from itertools import chain, islice, takewhile
-from operator import attrgetter, call, itemgetter, length_hint
+from itertools import chain, islice
+from operator import attrgetter, length_hint
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,27 +74,12 @@ _INTERNALS = frozenset(vars(nn.Module()))  # attributes that torch gives every m
 _ORDINARY = {Tensor, nn.Parameter}
 """Types of tensors whose address does not change. A pass may move a quantised weight."""
 
-Values = list[tuple[Any, ...]]
-
-
-class _Place(NamedTuple):
-    """A place whose values are compared.
-
-    Attributes:
-        name: the name in messages.
-        read: returns the current values.
-        keys: the names of the values, if they have names.
-        own: the mapping that contains the values, if there is one.
-    """
-
-    name: str
-    read: Callable[[], tuple[Any, ...]]
-    keys: tuple[str, ...] | None = None
-    own: Mapping[str, Any] | None = None
+Read = Callable[[], Any]
+"""Returns the current values of a place: a tuple, or a dictionary if the values have names."""
 
 
 class _Snapshot(NamedTuple):
-    values: Values
+    values: list[Any]  # of each place
     tensors: list[Tensor]
     numbers: list[list[int]]  # addresses, versions and checksums of the tensors; see ``_numbers``
     thorough: bool
@@ -109,13 +94,10 @@ class StateGuard:
 
     def __init__(self, **objects: Any) -> None:
         self._objects = objects
-        self._places: list[_Place] = []
-        self._dicts: list[Any] = []  # dictionaries of the first places, which are read in C
-        self._keys: list[tuple[str, ...]] = []  # the keys that are read of each dictionary
-        self._getters: list[Callable[[Any], tuple[Any, ...]]] = []
+        self._places: list[tuple[str, Read]] = []  # with their names in messages
         self._tensors: list[Tensor] = []
         self._titles: list[str] = []  # the names of these tensors
-        self._walked: Values | None = None  # the values at the last walk
+        self._walked: list[Any] | None = None  # the values at the last walk
 
     def __reduce__(self) -> Any:
         return functools.partial(StateGuard, **self._objects), ()  # another process walks again
@@ -167,8 +149,8 @@ class StateGuard:
             self._refuse(*next(named for *named, was, now in each if was != now))
         values = self._read()
         if not _same(values, before.values):
-            for place, old in zip(self._places, self._split(before.values), strict=True):
-                if (changed := _changed(place, old)) is not None:
+            for (name, _), old, new in zip(self._places, before.values, values, strict=True):
+                if (changed := _changed(name, old, new)) is not None:
                     self._refuse(changed)
             self._walked = None  # all values are equal, but some are other objects
 
@@ -200,30 +182,16 @@ class StateGuard:
 
     # ---- Places ----
 
-    def _read(self) -> Values:
-        try:
-            attributes = tuple(chain.from_iterable(map(call, self._getters, self._dicts)))
-        except KeyError:
-            attributes = ()  # an attribute was deleted
-        others = (place.read() for place in self._places[len(self._dicts) :])
-        return [tuple(map(len, self._dicts)), attributes, *others]
+    def _read(self) -> list[Any]:
+        return [read() for _, read in self._places]
 
-    def _split(self, values: Values) -> Iterator[tuple[Any, ...]]:
-        """Yield the values of each place."""
-        _, attributes, *others = values
-        left = iter(attributes)
-        for keys in self._keys:
-            yield tuple(islice(left, len(keys)))
-        yield from others
-
-    def _walk(self) -> Values:
+    def _walk(self) -> list[Any]:
         """List all places and tensors; return their current values."""
-        places: list[_Place] = []
-        self._tensors, self._titles = [], []
+        self._places, self._tensors, self._titles = [], [], []
         seen: dict[int, Any] = {}
         for root in self._objects.items():  # a model first, because its loss may refer to it
             waiting = deque([root])
-            while waiting and len(places) < _MOST_PLACES:
+            while waiting and len(self._places) < _MOST_PLACES:
                 name, value = waiting.popleft()
                 if isinstance(value, _PLAIN) or id(value) in seen:
                     continue
@@ -232,15 +200,9 @@ class StateGuard:
                     self._tensors.append(value)
                     self._titles.append(name)
                     continue
-                found, inside = _explore(name, value)
-                places += found
+                reads, inside = _explore(name, value)
+                self._places += [(name, read) for read in reads]
                 waiting.extend(inside)
-        self._places = sorted(places, key=lambda place: not _is_fast(place))
-        fast = list(takewhile(_is_fast, self._places))
-        self._dicts = [place.own for place in fast]
-        names = [place.keys or () for place in fast]
-        self._keys = [keys if len(keys) > 1 else keys * 2 for keys in names]  # for a tuple result
-        self._getters = [itemgetter(*keys) for keys in self._keys]
         self._walked = self._read()
         return self._walked
 
@@ -262,41 +224,49 @@ _REMEDIES = {
 _Inside = list[tuple[str, Any]]
 
 
-def _explore(name: str, value: Any) -> tuple[list[_Place], _Inside]:
+def _explore(name: str, value: Any) -> tuple[list[Read], _Inside]:
     """Return the places of one object, and the objects that it refers to, with names."""
     if isinstance(value, nn.Module):
         return _of_module(name, value)
     if type(value) in weakref.ProxyTypes:
         return _of_trainer(name, value)
-    if _is_left_out(value):
+    if _is_left_out(value) or isinstance(value, random.SystemRandom):
         return [], []
-    if isinstance(value, _GENERATORS):
-        return _of_generator(name, value)
-    if isinstance(value, np.ndarray):
-        small = value.nbytes <= _SMALL_ARRAY and not value.dtype.hasobject
-        return [_Place(name, lambda: (value.tobytes(),))] if small else [], []
-    if isinstance(value, bytearray):
-        return [_Place(name, lambda: (bytes(value),))], []
-    if isinstance(value, dict | list | tuple | set | frozenset | deque):
-        return _of_container(name, value)
-    if isinstance(value, types.MethodType):
-        return [], [(name, value.__self__), (name, value.__func__)]
-    if isinstance(value, types.FunctionType):
-        return _of_function(name, value)
-    if isinstance(value, functools.partial):
-        return [], [(name, value.func), (name, value.args), (name, value.keywords)]
-    if isinstance(value, types.GeneratorType):
-        return _of_running(name, value)
-    if isinstance(value, type):
-        return _of_class(name, value)
-    if isinstance(value, property | staticmethod | classmethod):
-        return [], [(name, getattr(value, "fget", None) or getattr(value, "__func__", None))]
+    match value:
+        case torch.Generator():
+            return [lambda: (bytes(value.get_state().tolist()),)], []
+        case random.Random():
+            return [value.getstate], []
+        case np.random.Generator() | np.random.BitGenerator() | np.random.RandomState():
+            return [lambda: (pickle.dumps(value),)], []
+        case np.ndarray():
+            small = value.nbytes <= _SMALL_ARRAY and not value.dtype.hasobject
+            return [lambda: (value.tobytes(),)] if small else [], []
+        case bytearray():
+            return [lambda: (bytes(value),)], []
+        case dict() | list() | tuple() | set() | frozenset() | deque():
+            return _of_container(name, value)
+        case types.MethodType():
+            return [], [(name, value.__self__), (name, value.__func__)]
+        case types.FunctionType():
+            return _of_function(name, value)
+        case functools.partial():
+            return [], [(name, value.func), (name, value.args), (name, value.keywords)]
+        case types.GeneratorType():
+            read = functools.partial(_read_running, value)
+            return [read], [(name, item) for item in read()]
+        case type():
+            bases = [base for base in value.__mro__ if not _is_installed(base.__module__)]
+            inside = [(name, item) for base in bases for item in vars(base).values()]
+            return [functools.partial(dict, vars(base)) for base in bases], inside
+        case property() | staticmethod() | classmethod():
+            return [], [(name, getattr(value, "fget", None) or getattr(value, "__func__", None))]
     if hasattr(value, "__next__") and type(value).__module__ in ("itertools", "builtins"):
-        return [_Place(name, lambda: (repr(value), length_hint(value)))], []
+        return [lambda: (repr(value), length_hint(value))], []
     return _of_object(name, value)
 
 
-def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
+def _of_module(name: str, module: nn.Module) -> tuple[list[Read], _Inside]:
     """Return the places of a module, and the objects that it and the user's hooks refer to.
 
     Attributes of torch's layers are constants, and left out unless a hook may set them. Attributes
@@ -309,15 +279,15 @@ def _of_module(name: str, module: nn.Module) -> tuple[list[_Place], _Inside]:
     constant = any(map(_is_quantised, own["_parameters"].values())) or (
         cls.startswith("torch.nn.modules.") and not hooks
     )
-    places = [] if constant else [_attributes(name, own)]
+    reads: list[Read] = [] if constant else [functools.partial(dict, own)]
     for kind in ("_parameters", "_buffers", "_modules"):
         if parts := own[kind]:
             if kind != "_modules" or not _is_installed(cls):
-                places.append(_attributes(name, parts))
+                reads.append(functools.partial(dict, parts))
             inside += _named(name, parts)
     if not constant:
         inside += _named(name, {n: v for n, v in own.items() if n not in _INTERNALS})
-    return places, inside
+    return reads, inside
 
 
 def _is_quantised(parameter: Any) -> bool:
@@ -326,20 +296,7 @@ def _is_quantised(parameter: Any) -> bool:
     return frozen and not isinstance(parameter, DTensor) and type(parameter) is not nn.Parameter
 
 
-def _of_generator(name: str, generator: Any) -> tuple[list[_Place], _Inside]:
-    if isinstance(generator, torch.Generator):
-        return [_Place(name, lambda: (bytes(generator.get_state().tolist()),))], []
-    if isinstance(generator, random.SystemRandom):
-        return [], []
-    if isinstance(generator, random.Random):
-        return [_Place(name, generator.getstate)], []
-    if isinstance(generator, np.random.RandomState):
-        return [_Place(name, lambda: (pickle.dumps(generator.get_state()),))], []
-    bits = getattr(generator, "bit_generator", generator)
-    return [_Place(name, lambda: (pickle.dumps(bits.state),))], []
-
-
-def _of_trainer(name: str, trainer: Any) -> tuple[list[_Place], _Inside]:
+def _of_trainer(name: str, trainer: Any) -> tuple[list[Read], _Inside]:
     """Return the attributes of a trainer whose ``compute_loss`` is the loss.
 
     Only containers, arrays and generators are walked through: a subclass may remember examples in
@@ -348,65 +305,55 @@ def _of_trainer(name: str, trainer: Any) -> tuple[list[_Place], _Inside]:
     attributes = vars(trainer)
     simple = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
     kept = {n: v for n, v in attributes.items() if type(v) in simple}
-    return [_attributes(name, attributes)], _named(name, kept)
+    return [functools.partial(dict, attributes)], _named(name, kept)
 
 
-def _of_container(name: str, value: Any) -> tuple[list[_Place], _Inside]:
+def _of_container(name: str, value: Any) -> tuple[list[Read], _Inside]:
     # Entries have the name of the container, because a key may be a value of an example.
     if len(value) > _LARGE:
-        return [_Place(name, lambda: (len(value),))], []
+        return [lambda: (len(value),)], []
     if isinstance(value, dict):
         added = getattr(value, "__dict__", {})  # attributes of a subclass
         inside = [*value.values(), *added.values()]
-        return [_Place(name, lambda: (*value, *value.values()))], [(name, item) for item in inside]
-    places = [] if isinstance(value, tuple | frozenset) else [_Place(name, lambda: tuple(value))]
-    return places, [(name, item) for item in value]
+        return [lambda: (*value, *value.values())], [(name, item) for item in inside]
+    reads: list[Read] = [] if isinstance(value, tuple | frozenset) else [lambda: tuple(value)]
+    return reads, [(name, item) for item in value]
 
 
-def _of_function(name: str, function: types.FunctionType) -> tuple[list[_Place], _Inside]:
+def _of_function(name: str, function: types.FunctionType) -> tuple[list[Read], _Inside]:
     """Return the variables that a function of the user's code refers to."""
     if _is_installed(function.__module__):
         return [], []
-    cells, everywhere = function.__closure__ or (), function.__globals__
-    names = [n for n in _names_in(function.__code__) if n in everywhere]
+    code, cells, everywhere = function.__code__, function.__closure__ or (), function.__globals__
+    names = [n for n in _names_in(code) if n in everywhere]
     inside: _Inside = [(name, part) for part in (function.__defaults__, function.__kwdefaults__)]
     inside += [(name, part) for part in function.__dict__.values()]
     inside += [(name, _content(cell)) for cell in cells]
     inside += [(f"{name}.{n}", everywhere[n]) for n in names]
-    places = [_Place(name, lambda: tuple(map(_content, cells)), function.__code__.co_freevars)]
-    places.append(_Place(name, lambda: tuple(everywhere.get(n) for n in names), tuple(names)))
-    return places, inside
+    return [
+        lambda: dict(zip(code.co_freevars, map(_content, cells), strict=False)),
+        lambda: {n: everywhere.get(n) for n in names},
+    ], inside
 
 
-def _of_running(name: str, running: types.GeneratorType[Any, Any, Any]) -> Any:
-    def read() -> tuple[Any, ...]:
-        frame = running.gi_frame
-        return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
-
-    return [_Place(name, read)], [(name, value) for value in read()]
+def _read_running(running: types.GeneratorType[Any, Any, Any]) -> tuple[Any, ...]:
+    frame = running.gi_frame
+    return () if frame is None else (frame.f_lasti, *frame.f_locals.values())
 
 
-def _of_class(name: str, cls: type) -> tuple[list[_Place], _Inside]:
-    """Return the class attributes of the user's classes."""
-    bases = [base for base in cls.__mro__ if not _is_installed(base.__module__)]
-    places = [_attributes(name, vars(base)) for base in bases]
-    return places, [(name, value) for base in bases for value in vars(base).values()]
-
-
-def _of_object(name: str, value: Any) -> tuple[list[_Place], _Inside]:
+def _of_object(name: str, value: Any) -> tuple[list[Read], _Inside]:
     if hasattr(value, "_format_kwargs") and hasattr(value, "_fingerprint"):  # datasets.Dataset
         return [], [(f"{name}.transform", value._format_kwargs)]
     if type(value).__name__ == "RemoveColumnsCollator":  # it remembers whether it has logged
         return [], [(name, value.data_collator)]
-    inside: _Inside = [(name, type(value))]
     slots = [n for base in type(value).__mro__ for n in _slots(base)]
     if slots and not _is_installed(type(value).__module__):
         read = functools.partial(_read_slots, value, slots)
-        return [_Place(name, read, tuple(slots))], [*inside, *((name, item) for item in read())]
+        return [read], [(name, type(value)), *((name, item) for item in read().values())]
     own = getattr(value, "__dict__", None)
     if not isinstance(own, dict):
         return [], []
-    return [_attributes(name, own)], [*inside, *_named(name, own)]
+    return [functools.partial(dict, own)], [(name, type(value)), *_named(name, own)]
 
 
 def _slots(base: type) -> tuple[str, ...]:
@@ -415,19 +362,8 @@ def _slots(base: type) -> tuple[str, ...]:
     return tuple(n for n in names if n not in ("__dict__", "__weakref__"))
 
 
-def _read_slots(value: Any, slots: list[str]) -> tuple[Any, ...]:
-    return tuple(getattr(value, name, None) for name in slots)
-
-
-def _attributes(name: str, own: Mapping[str, Any]) -> _Place:
-    keys = tuple(own)
-    if "_parameters" in own:  # of a module
-        keys = tuple(key for key in own if key not in _INTERNALS)
-    return _Place(name, lambda: (*map(own.get, keys), len(own)), keys, own)
-
-
-def _is_fast(place: _Place) -> bool:
-    return type(place.own) is dict and bool(place.keys)
+def _read_slots(value: Any, slots: list[str]) -> dict[str, Any]:
+    return {name: getattr(value, name, None) for name in slots}
 
 
 def _named(name: str, own: Mapping[str, Any]) -> _Inside:
@@ -465,7 +401,7 @@ def _is_installed(module: str | None) -> bool:
 # ---- Comparing ----
 
 
-def _same(before: Values, after: Values) -> bool:
+def _same(before: list[Any], after: list[Any]) -> bool:
     """Return whether all values are identical or equal; False if they cannot be compared."""
     try:
         return before == after
@@ -473,20 +409,15 @@ def _same(before: Values, after: Values) -> bool:
         return False
 
 
-def _changed(place: _Place, before: tuple[Any, ...]) -> str | None:
-    """Return the name of a value that has changed; None if all are equal."""
-    if place.keys is None:
-        after = place.read()
+def _changed(name: str, before: Any, after: Any) -> str | None:
+    """Return the name of a value of a place that has changed; None if all are equal."""
+    if isinstance(before, tuple):
         same = len(before) == len(after) and all(map(_equal, before, after))
-        return None if same else place.name
-    old = dict(zip(place.keys, before, strict=False))
-    new = place.own
-    if new is None:
-        new = dict(zip(place.keys, place.read(), strict=True))
-    internal = _INTERNALS if "_parameters" in new else ()
-    for key in {**new, **old}:
-        if key not in internal and not (key in new and _equal(old.get(key), new[key])):
-            return f"{place.name}.{key}"
+        return None if same else name
+    internal = _INTERNALS if "_parameters" in before else ()
+    for key in {**after, **before}:
+        if key not in internal and not (key in after and _equal(before.get(key), after[key])):
+            return f"{name}.{key}"
     return None
 
 

@@ -393,10 +393,7 @@ def masked_patches(model: Any, inputs: Inputs, labels: Tensor) -> Tensor:
 
 
 @head(
-    "ViTMAEForPreTraining",
-    labels=("pixel_values",),
-    prepare=with_images,
-    describe=masked_patches,
+    "ViTMAEForPreTraining", labels=("pixel_values",), prepare=with_images, describe=masked_patches
 )
 def masked_autoencoding(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
     """Return the mean squared error of masked patches; (B, T, d), (B, T, d + 1) -> (B,)."""

@@ -18,12 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients.losses.heads import (
-    IGNORE_INDEX,
-    Inputs,
-    cross_entropy,
-    next_tokens,
-)
+from dp_grape_hf.gradients.losses.heads import IGNORE_INDEX, Inputs, cross_entropy, next_tokens
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 
 OfBatch = Callable[[Any, Inputs], Tensor]
