@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -54,7 +53,6 @@ from dp_grape_hf.gradients.checks.draws import (
     DrawRecorder,
     Owner,
     Values,
-    in_rows,
     owners_of,
 )
 from dp_grape_hf.gradients.checks.guards import (
@@ -63,6 +61,7 @@ from dp_grape_hf.gradients.checks.guards import (
     keeping_random_state,
     same_state,
     seed_all,
+    torch_streams,
 )
 from dp_grape_hf.gradients.checks.sketches import (
     Sketches,
@@ -124,12 +123,12 @@ def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Pr
         try:
             return _Examination(engine, batch, projectors).run()
         except _NoRowsDraw as error:
-            draw = error.draw
+            refusal = PrivacyError(*error.args)
         try:
-            with WithoutDropout():
+            with _WithoutDropout():
                 return _Examination(engine, batch, projectors).run()
         except _NoRowsDraw:
-            raise PrivacyError(_shared(draw, all_rows=True)) from None
+            raise refusal from None
 
 
 def refuse_other_loss(
@@ -188,11 +187,11 @@ def refuse_random(engine: PerSampleEngine, inputs: Inputs) -> None:
         )
 
 
-class _NoRowsDraw(Exception):
-    """A draw belongs neither to single rows nor to all rows together."""
+class _NoRowsDraw(PrivacyError):
+    """Error for a draw that belongs neither to single rows nor to all rows together."""
 
     def __init__(self, draw: Draw) -> None:
-        self.draw = draw
+        super().__init__(_shared(draw, all_rows=True))
 
 
 class _Shown(NamedTuple):
@@ -200,17 +199,20 @@ class _Shown(NamedTuple):
 
     losses: Tensor  # (B,)
     sketches: Tensor  # (B, number of parameters, 1 + k), of the gradients
-    draws: list[Draw]  # in order
+    draws: Sequence[Draw]  # in order
     names: list[str]  # the parameters that have gradients
-    drew: bool = False  # whether anything was drawn, if draws were not recorded
 
     @property
-    def tells(self) -> Tensor:
-        """True if a row has a finite loss, and finite gradients that are not all zero, (B,)."""
-        norms = self.sketches[..., 0].norm(dim=1)
-        return norms.isfinite() & (norms > 0) & self.losses.isfinite()
+    def finite(self) -> Tensor:
+        """True if the gradients of a row are finite, (B,)."""
+        return self.sketches.isfinite().flatten(1).all(1)
 
-    def of(self, rows: list[int]) -> _Shown:
+    @property
+    def tells(self) -> bool:
+        """True if the first row has a finite loss, and finite gradients that are not all zero."""
+        return bool(self.losses[0].isfinite() & self.finite[0] & self.sketches[0, :, 0].any())
+
+    def of(self, rows: Sequence[int]) -> _Shown:
         """Return the losses and sketches of some rows."""
         return self._replace(losses=self.losses[rows], sketches=self.sketches[rows])
 
@@ -219,24 +221,20 @@ class _Shown(NamedTuple):
         return [draw.values for draw in self.draws]
 
 
-@dataclass
 class _Examination:
     """The passes over one batch, and their comparison."""
 
-    engine: PerSampleEngine
-    batch: Inputs
-    projectors: Mapping[str, Projector]
-    tolerance: Tolerance = field(init=False)
-    alone: dict[int, _Shown] = field(init=False, default_factory=dict)  # row -> its pass alone
-    passes: int = 0  # number of passes so far, which seeds the next one
-    silent: bool = False  # whether no row draws anything
-    host_ends: dict[int, Any] = field(init=False, default_factory=dict)
-    """Stream of numpy or Python -> its state after a pass that reseeded it."""
-
-    def __post_init__(self) -> None:
-        self.tolerance = tolerance_for(self.engine.model)
-        self.size = batch_size_of(self.batch)
-        self.names = list(self.engine.trainable)
+    def __init__(
+        self, engine: PerSampleEngine, batch: Inputs, projectors: Mapping[str, Projector]
+    ) -> None:
+        self.engine, self.batch, self.projectors = engine, batch, projectors
+        self.tolerance = tolerance_for(engine.model)
+        self.size = batch_size_of(batch)
+        self.names = list(engine.trainable)
+        self.alone: dict[int, _Shown] = {}  # row -> its pass alone
+        self.passes = 0  # number of passes so far, which seeds the next one
+        self.silent = False  # whether no draw is expected, so that operations are not intercepted
+        self.host_ends: dict[int, Any] = {}  # stream -> its state after a pass that reseeded it
 
     def run(self) -> bool:
         """Run all passes; return whether a row has a gradient that is finite and not zero."""
@@ -249,6 +247,7 @@ class _Examination:
             if len(shown) >= enough and any(one.tells for one in shown):
                 break
             self.alone[row] = self._alone(row)
+        # Interception can change some code: quantised layers under vmap.
         self.silent = not any(shown.draws for shown in self.alone.values())
         telling = next((row for row, shown in self.alone.items() if shown.tells), None)
         owners: list[Owner] = []
@@ -305,7 +304,7 @@ class _Examination:
 
     def _couples_losses(self) -> bool:
         """Return whether rows have other losses in the batch than alone."""
-        with torch.no_grad(), WithoutDropout():
+        with torch.no_grad(), _WithoutDropout():
             together = self.engine.losses(self.batch).double().cpu()
             rows = [copies_of(self.batch, 1, row) for row in self.alone]
             alone = torch.cat([self.engine.losses(one).double().cpu() for one in rows])
@@ -313,7 +312,6 @@ class _Examination:
 
     def _together(self, inputs: Inputs, draws: DrawRecorder) -> _Shown:
         """Run a batch through the engine."""
-
         return self._watched(partial(self.engine.unchecked, inputs, self.projectors), draws)
 
     def _watched(
@@ -328,10 +326,12 @@ class _Examination:
         while True:
             seed_all(self.passes)
             self.passes += 1
-            before, restarts = host_streams(), self.engine.restarts
-            with draws:
+            before, unused, restarts = host_streams(), torch_streams(), self.engine.restarts
+            with contextlib.nullcontext() if self.silent else draws:
                 losses, found = run()
-            if self.engine.restarts == restarts:  # otherwise, draws of a broken pass are recorded
+            if self.silent and not all(map(same_state, unused, torch_streams())):
+                self.silent = False
+            elif self.engine.restarts == restarts:  # otherwise, a broken pass has draws too
                 break
         for number, (old, new) in enumerate(zip(before, host_streams(), strict=True)):
             if not same_state(old, new):
@@ -352,7 +352,7 @@ class _Examination:
             sketches = Sketches(self.engine.device)
             sketches(found)
         losses = losses.detach().double().cpu()
-        return _Shown(losses, sketches.of(self.names), draws.made, sketches.names, draws.drew)
+        return _Shown(losses, sketches.of(self.names), draws.made, sketches.names)
 
     def _refuse_other_results(self, shown: _Shown, again: Callable[[], _Shown]) -> None:
         """Refuse a model whose pass has other results with the same random numbers."""
@@ -360,17 +360,18 @@ class _Examination:
         if any(self._differ(shown, again(), rows) for _ in range(_REPEATS)):
             raise PrivacyError(OTHER_STREAMS)
 
-    def _differ(self, some: _Shown, others: _Shown, rows: Iterable[int]) -> bool:
-        """Return whether gradients or losses of rows differ in two passes of one batch shape."""
+    def _differ(self, some: _Shown, others: _Shown, rows: Sequence[int]) -> bool:
+        """Return whether gradients or losses of rows differ in two passes of one batch shape.
+
+        Gradients that are not finite in both passes contribute nothing.
+        """
         strict = _STRICT[computes_in_16_bits(self.engine.model)]
-        for row in rows:
-            before, now = (shown.sketches[row : row + 1] for shown in (some, others))
-            finite = [bool(sketches.isfinite().all()) for sketches in (before, now)]
-            if any(finite) and (not all(finite) or bool(differing(before, now, strict).any())):
-                return True  # a row that is not finite contributes nothing
-            losses = some.losses[row], others.losses[row]
-            close = torch.isclose(*losses, strict.error, strict.error / 10, equal_nan=True)
-            if any(finite) and not close:
+        for before, now in ((some.of([row]), others.of([row])) for row in rows):
+            close = torch.isclose(
+                before.losses, now.losses, strict.error, strict.error / 10, equal_nan=True
+            )
+            same = close & ~differing(before.sketches, now.sketches, strict).any()
+            if not (~before.finite & ~now.finite | before.finite & now.finite & same):
                 return True
         return False
 
@@ -408,19 +409,13 @@ class _Examination:
             given: list[list[Values | None]] = [[None] * len(alone) for _ in range(_COPIES)]
             shared: dict[int, Values] = {}
             for owner, draw in zip(owners, base.draws, strict=True):
+                other = partial(self._other, owner.number, draw, most)
                 if owner.number not in numbers:
                     continue
                 if owner.shared:
-                    shared[owner.number] = self._other(owner.number, draw.values, draw, most)
-                for at in rows:
-                    if owner.dims is not None:
-                        pairs = zip(draw.values, owner.dims, strict=True)
-                        drawn = tuple(in_rows(value, dim, _COPIES)[at] for value, dim in pairs)
-                    elif owner.row == at:
-                        drawn = draw.values
-                    else:
-                        continue
-                    given[at][owner.number] = self._other(owner.number, drawn, draw, most)
+                    shared[owner.number] = other(draw.values)
+                for at in rows if owner.row is None else {owner.row}.intersection(rows):
+                    given[at][owner.number] = other(owner.part(draw.values, at, _COPIES))
             return self._together(batch, DrawRecorder(start, False, owners, given, shared))
 
         every = range(len(alone))
@@ -429,19 +424,15 @@ class _Examination:
             if not self._differ(base, changed(rows, most, every), kept):
                 continue
             self._refuse_other_results(base, lambda: self._together(batch, DrawRecorder(start)))
-            numbers = list(every)
-            while len(numbers) > 1:  # bisect to find the draw
-                half = numbers[: len(numbers) // 2]
-                shows = self._differ(base, changed(rows, most, half), kept)
-                numbers = half if shows else numbers[len(half) :]
-            at_fault = [owner.number for owner in owners].index(numbers[0])
+            shows = (n for n in every if self._differ(base, changed(rows, most, [n]), kept))
+            at_fault = [owner.number for owner in owners].index(next(shows, 0))
             raise PrivacyError(_shared(base.draws[at_fault], owners[at_fault].shared))
         for owner, draw in zip(owners, base.draws, strict=True):
             if owner.shared and draw.operation not in SHARED:  # it may change a result rarely
                 raise PrivacyError(_shared(draw, all_rows=True))
         return owners if all(owner.row is None for owner in owners) else []
 
-    def _other(self, number: int, drawn: Values, draw: Draw, most: bool) -> Values:
+    def _other(self, number: int, draw: Draw, most: bool, drawn: Values) -> Values:
         """Return numbers to use in place of the drawn ones: a bound, or another row's numbers."""
         if draw.bounds is not None:
             return tuple(torch.full_like(value, draw.bounds[most]) for value in drawn)
@@ -463,17 +454,12 @@ class _Examination:
             for one, other in zip_longest(first, shown.draws):
                 if one is None or other is None or one.shapes != other.shapes:
                     raise _NoRowsDraw(one or other)
-        given = self._given(range(self.size))
 
         def together() -> _Shown:
-            return self._together(
-                self.batch, DrawRecorder(0, False, owners, given, silent=self.silent)
-            )
+            given = self._given(range(self.size))
+            return self._together(self.batch, DrawRecorder(0, False, owners, given))
 
         whole = together()
-        if self.silent and whole.drew:
-            self.silent = False
-            whole = together()
         actual = owners_of(first, whole.draws, self.size)
         if isinstance(actual, Draw):
             raise _NoRowsDraw(actual)
@@ -518,7 +504,7 @@ class _Examination:
         order = torch.empty_like(turns)
         order[turns] = turns.roll(1)  # no row stays where it is
         rows = order.tolist()
-        draws = DrawRecorder(0, False, owners, self._given(rows), silent=self.silent)
+        draws = DrawRecorder(0, False, owners, self._given(rows))
         shown = self._together(rows_of(self.batch, rows), draws)
         expected = whole.of(rows)
         coupled = self._other_losses(shown.losses, expected.losses)
@@ -731,7 +717,7 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
 _SMALL = 0.02  # standard deviation of the numbers in place of zero weights
 
 
-class WithoutDropout(TorchFunctionMode):
+class _WithoutDropout(TorchFunctionMode):
     """Disable dropout of a model in training mode."""
 
     def __torch_function__(

@@ -14,12 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.gradients.checks.guards import (
-    DrawInterceptor,
-    same_state,
-    seed_torch,
-    torch_streams,
-)
+from dp_grape_hf.gradients.checks.guards import DrawInterceptor, seed_torch
 from dp_grape_hf.gradients.rows import row_alone
 from dp_grape_hf.projections import is_public
 
@@ -66,6 +61,13 @@ class Owner(NamedTuple):
         """True if all rows use the same numbers."""
         return self.dims is None and self.row is None
 
+    def part(self, tensors: Values, row: int, size: int) -> Values:
+        """Return the numbers of one row of B = ``size`` in the tensors of a draw, as views."""
+        if self.dims is None:
+            return tensors
+        pairs = zip(tensors, self.dims, strict=True)
+        return tuple(in_rows(tensor, dim, size)[row] for tensor, dim in pairs)
+
 
 class DrawRecorder(DrawInterceptor):
     """Record the random draws of a pass from torch's global streams, and replace some of them.
@@ -77,40 +79,35 @@ class DrawRecorder(DrawInterceptor):
         start: the seed of the first draw.
         keep: whether to keep the numbers.
         owners: the owner of each draw; draws without an owner are not replaced.
-        given: for each row, the numbers of its draws; None leaves a row's numbers as drawn.
+        given: for each row, the numbers of its draws; None leaves them as drawn.
         shared: the numbers of draws that all rows share, by ``Owner.number``.
-        silent: whether no draw is expected, so that operations are not intercepted. Interception
-            can change some code (quantised layers under vmap).
 
     Attributes:
         made: the draws, in order.
+        foreign: whether the model drew from its own, not public generator.
+        seeded: whether it seeded the streams, or restored an earlier state.
     """
+
+    made: Sequence[Draw] = ()
+    foreign = seeded = False
 
     def __init__(
         self,
         start: int,
         keep: bool = False,
         owners: Sequence[Owner] = (),
-        given: Sequence[Sequence[Values | None] | None] = (),
+        given: Sequence[Sequence[Values | None]] = (),
         shared: Mapping[int, Values] | None = None,
-        silent: bool = False,
     ) -> None:
         super().__init__()
         self._start, self._keep, self._owners, self._given = start, keep, owners, given
-        self._shared, self._silent = shared or {}, silent
-        self._before: Any = None  # the state of the streams
+        self._shared = shared or {}
         self._running: list[str] = []  # the classes of the modules that run
         self._hooks: list[Any] = []
 
     def __enter__(self) -> DrawRecorder:
-        self.made: list[Draw] = []
-        self.foreign = False  # whether the model drew from its own, not public generator
-        self.seeded = False  # whether it seeded the streams, or restored an earlier state
-        self.drew = False  # whether anything was drawn, if ``silent``
+        self.made, self.foreign, self.seeded = [], False, False
         seed_torch(self._start)
-        if self._silent:
-            self._before = torch_streams()
-            return self
 
         def enter(module: nn.Module, args: Any) -> None:
             wrapper = type(module).__module__.startswith("dp_grape_hf.")
@@ -128,9 +125,6 @@ class DrawRecorder(DrawInterceptor):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._silent:
-            self.drew = not all(map(same_state, self._before, torch_streams()))
-            return
         super().__exit__(*error)
         for hook in self._hooks:
             hook.remove()
@@ -167,28 +161,18 @@ class DrawRecorder(DrawInterceptor):
         seed_torch(self._start + number + 1)
         return result
 
-    def _give(self, owner: Owner, tensors: Sequence[Tensor]) -> None:
-        if owner.row is not None:
-            _copy(tensors, self._values(owner.row, owner.number))
-        elif owner.dims is None:
+    def _give(self, owner: Owner, tensors: Values) -> None:
+        if owner.shared:
             _copy(tensors, self._shared.get(owner.number))
-        else:
-            size = len(self._given)
-            pairs = zip(tensors, owner.dims, strict=True)
-            if any(tensor.shape[dim] % size for tensor, dim in pairs):
-                return  # the pass is refused afterwards, by ``owners_of``
-            for row in range(size):
-                parts = [
-                    in_rows(t, dim, size)[row] for t, dim in zip(tensors, owner.dims, strict=True)
-                ]
-                _copy(parts, self._values(row, owner.number))
-
-    def _values(self, row: int, number: int) -> Values | None:
-        given = self._given[row]
-        return None if given is None else given[number]
+            return
+        size = len(self._given)
+        if any(t.shape[dim] % size for t, dim in zip(tensors, owner.dims or (), strict=False)):
+            return  # the pass is refused afterwards, by ``owners_of``
+        for row in range(size) if owner.row is None else [owner.row]:
+            _copy(owner.part(tensors, row, size), self._given[row][owner.number])
 
 
-def _copy(tensors: Sequence[Tensor], values: Values | None) -> None:
+def _copy(tensors: Values, values: Values | None) -> None:
     """Write values into tensors that have as many numbers."""
     for tensor, value in zip(tensors, values or (), strict=False):
         if tensor.numel() == value.numel():
@@ -205,12 +189,12 @@ def _is_global(generator: Any) -> bool:
     return generator._cdata in {g._cdata for g in (torch.default_generator, *on_gpus)}
 
 
-def _filled(func: Any, args: Sequence[Any], result: Any) -> list[Tensor]:
+def _filled(func: Any, args: Sequence[Any], result: Any) -> Values:
     """Return the tensors that a draw fills: those it returns, and those it writes to."""
     given = zip(args, func._schema.arguments, strict=False)
     written = [x for x, argument in given if argument.is_write]
     tensors = [x for x in (*tree_leaves(result), *written) if isinstance(x, Tensor)]
-    return [x for i, x in enumerate(tensors) if not any(x is y for y in tensors[:i])]
+    return tuple(x for i, x in enumerate(tensors) if not any(x is y for y in tensors[:i]))
 
 
 def _bounds(operation: str, args: Sequence[Any], dtype: torch.dtype) -> tuple[float, float] | None:
