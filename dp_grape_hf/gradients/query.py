@@ -21,7 +21,7 @@ from dp_grape_hf.gradients.engine import ROUNDING, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients, Layout
 from dp_grape_hf.gradients.losses.model_loss import ModelLoss
 from dp_grape_hf.gradients.replay import COUPLED, refuse_other_loss, refuse_random
-from dp_grape_hf.gradients.rows import batch_size_of, copies_of, first_two
+from dp_grape_hf.gradients.rows import batch_size_of, copies_of, first_two, rows_of
 from dp_grape_hf.phases import FORWARD
 from dp_grape_hf.projections import Projector
 
@@ -109,19 +109,36 @@ class QueryEngine(PerSampleEngine):
     # ---- The first batch ----
 
     def _examine(self, inputs: Inputs, projectors: Mapping[str, Projector]) -> bool:
+        count = batch_size_of(inputs)
+        rows = [row % count for row in range(max(2, count + count % 2))]
         with in_mode(self.model, training=False):
-            refuse_random(self, copies_of(inputs, 2))
+            refuse_random(self, first_two(inputs))
             self._refuse_other_loss(inputs)
-        two, _ = self._trial(copies_of(inputs, 2))
-        three, _ = self._trial(copies_of(inputs, 3))
+        two, three = (self._trial(copies_of(inputs, size))[0] for size in (2, 3))
         _refuse_coupled(two[:1], torch.cat([two, three]))
         self.refuse_unused(
             self.read,
             " If the model does use them, it uses them in code that PyTorch's function modes do "
             "not see (TorchScript, a custom kernel).",
         )
-        pairs = (first_two(inputs, first) for first in range(0, batch_size_of(inputs), 2))
-        return any(map(self._probe_pair, pairs)) or batch_size_of(inputs) == 1
+        losses, answers = self._trial(rows_of(inputs, rows))
+        jitter = 4 * (answers - self._trial(rows_of(inputs, rows))[1]).abs().max()  # of sums
+        for kept in (0, 1):  # every second sample also takes the place of its neighbour
+            own, places = rows[kept::2], slice(kept, None, 2)
+            doubled = rows_of(inputs, [row for row in own for _ in range(2)])
+            alone, expected = (x[places] for x in self._trial(doubled))
+            _refuse_coupled(alone, losses[places])
+            # Rounding is the same in the same row of a batch of the same shape, in every dtype.
+            rounding = 4 * torch.finfo(alone.dtype).eps * (1 + alone.abs()) * self.magnified
+            allowed = 1e-4 * expected.abs() + jitter + rounding[:, None]
+            if ((expected - answers[places]).abs() > allowed).any():
+                raise PrivacyError(
+                    "The answer of a sample changes with the contents of the other samples in its "
+                    "batch. The loss, the model or the query couples samples, so clipping does not "
+                    "bound the influence of one. Compute each answer from that sample alone."
+                )
+        pairs = losses.view(-1, 2)
+        return count == 1 or bool((pairs.isfinite().all(1) & (pairs[:, 0] != pairs[:, 1])).any())
 
     def _refuse_other_loss(self, inputs: Inputs) -> None:
         if not isinstance(self.loss, ModelLoss):
@@ -136,33 +153,14 @@ class QueryEngine(PerSampleEngine):
                     refuse_other_loss(self, one, self.losses(one), expected[None])
                     return
 
-    def _probe_pair(self, pair: Inputs) -> bool:
-        """Refuse coupling of two samples; return whether their losses differ and are finite."""
-        together, answers = self._trial(pair)
-        _, repeated = self._trial(pair)
-        jitter = 4 * (answers - repeated).abs().max()  # from sums in no fixed order
-        for i in (0, 1):
-            alone, expected = self._trial(copies_of(pair, 2, i))
-            _refuse_coupled(alone[i : i + 1], together[i : i + 1])
-            # Rounding is the same in the same row of a batch of the same shape, in every dtype.
-            rounding = 4 * torch.finfo(alone.dtype).eps * (1 + alone[i].abs()) * self.magnified
-            allowed = 1e-4 * expected[i].abs() + jitter + rounding
-            if ((expected[i] - answers[i]).abs() > allowed).any():
-                raise PrivacyError(
-                    "The answer of a sample changes with the contents of the other samples in its "
-                    "batch. The loss, the model or the query couples samples, so clipping does not "
-                    "bound the influence of one. Compute each answer from that sample alone."
-                )
-        return bool(together.isfinite().all() & (together[0] != together[1]))
-
     def _trial(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return losses and answers, with the same random numbers in every call."""
         with keeping_random_state():
             return self._asked(inputs)
 
 
-def _refuse_coupled(one: Tensor, others: Tensor) -> None:
-    """Refuse losses of one sample that differ between batches."""
-    one, others = one.float().expand_as(others), others.float()
-    if not torch.allclose(one, others, 1e-2, ROUNDING, equal_nan=True):
+def _refuse_coupled(some: Tensor, others: Tensor) -> None:
+    """Refuse losses of the same samples that differ between batches."""
+    some, others = some.float().expand_as(others), others.float()
+    if not torch.allclose(some, others, 1e-2, ROUNDING, equal_nan=True):
         raise PrivacyError(COUPLED)

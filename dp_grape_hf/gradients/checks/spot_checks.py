@@ -72,7 +72,7 @@ class SpotCheckedEngine(OuterEngine):
         if row is None:
             return self.examples(inputs, projectors)
         among_rows = Sketches(self.device, [row])
-        with RowRecorder(batch_size_of(inputs), row) as draws:
+        with RowDraws(batch_size_of(inputs), row) as draws:
             losses, gradients = self.examples(inputs, projectors)
         among_rows(gradients)
         self._compare(inputs, projectors, row, losses, among_rows, draws)
@@ -93,7 +93,7 @@ class SpotCheckedEngine(OuterEngine):
         row: int,
         losses: Tensor,
         among_rows: Sketches,
-        draws: RowRecorder,
+        draws: RowDraws,
     ) -> None:
         """Run the row alone, and refuse the model if its gradient differs.
 
@@ -107,11 +107,12 @@ class SpotCheckedEngine(OuterEngine):
         alone, one = Sketches(self.device), rows_of(inputs, slice(row, row + 1))
         observer, self.examples.observer = self.examples.observer, Observer()  # not of the step
         try:
-            with keeping_random_state(), RowReplayer(draws) as given:
+            with keeping_random_state(), RowDraws(recorded=draws) as given:
                 alone(self.examples(one, projectors)[1])
         finally:
             self.examples.observer = observer
-        if not again and given.known and losses[row].abs() > self._tolerance.loss:
+        known = given.known and len(given.made) == len(draws.made)
+        if not again and known and losses[row].abs() > self._tolerance.loss:
             self._refuse_other(among_rows, alone)
 
     def _refuse_other(self, among_rows: Sketches, alone: Sketches) -> None:
@@ -133,62 +134,41 @@ class SpotCheckedEngine(OuterEngine):
 # ---- Random numbers of one row ----
 
 
-class RowRecorder(DrawInterceptor):
-    """Record the random numbers of one row of a batch.
+class RowDraws(DrawInterceptor):
+    """Record the random numbers of one row of a batch, or give them to the row when it runs alone.
 
     Args:
         size: B.
         row: number of the row.
+        recorded: the numbers to give; None to record.
+
+    Attributes:
+        made: operations, and the row's numbers if they are known.
+        known: whether all numbers were replaced, if numbers are given.
     """
 
-    def __init__(self, size: int, row: int) -> None:
+    def __init__(self, size: int = 1, row: int = 0, recorded: RowDraws | None = None) -> None:
         super().__init__()
         self._size, self._row = size, row
-        self.made: list[tuple[Any, Tensor | None]] = []  # operations, and numbers if known
+        self._left = None if recorded is None else iter(recorded.made)
+        self.made: list[tuple[Any, Tensor | None]] = []
+        self.known = True
 
     def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Record the row's part, a block of the leading dimension."""
-        values = _values(func, result)
+        """Record the row's part, a block of the leading dimension, or replace it."""
+        dropout = func is torch.ops.aten.native_dropout.default
+        values = result[1] if dropout else result if isinstance(result, Tensor) else None
         if values is not None and values.dim() and len(values) % self._size == 0:
-            values = in_rows(values, 0, self._size)[self._row].clone()
+            values = in_rows(values, 0, self._size)[self._row]
         elif self._size > 1:
             values = None  # it is not known which numbers belong to the row
-        self.made.append((func, values))
-        return result
-
-
-class RowReplayer(DrawInterceptor):
-    """Give a row that runs alone the random numbers that it had in the batch.
-
-    Args:
-        recorder: the recorded numbers.
-    """
-
-    def __init__(self, recorder: RowRecorder) -> None:
-        super().__init__()
-        self._left = list(recorder.made)
-        self._known = True
-
-    @property
-    def known(self) -> bool:
-        """True if all draws were replaced, and all recorded numbers were used."""
-        return self._known and not self._left
-
-    def drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        """Replace the drawn numbers with the recorded ones."""
-        values = _values(func, result)
-        operation, kept = self._left.pop(0) if self._left else (None, None)
+        if self._left is None:
+            self.made.append((func, None if values is None else values.clone()))
+            return result
+        self.made.append((func, None))
+        operation, kept = next(self._left, (None, None))
         if values is None or kept is None or operation is not func or kept.shape != values.shape:
-            self._known = False
+            self.known = False
             return result
         values.copy_(kept)
-        if func is torch.ops.aten.native_dropout.default:
-            return args[0] * values / ((1 - args[1]) or 1.0), values
-        return result
-
-
-def _values(func: Any, result: Any) -> Tensor | None:
-    """Return the drawn numbers; None if an operation does not return them separately."""
-    if func is torch.ops.aten.native_dropout.default:
-        return result[1]
-    return result if isinstance(result, Tensor) else None
+        return (args[0] * result[1] / ((1 - args[1]) or 1.0), result[1]) if dropout else result
