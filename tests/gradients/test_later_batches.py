@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients import ENGINES, make_engine
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from tests.gradients.functions import Function
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
@@ -201,20 +200,6 @@ def test_an_activation_changed_in_place_is_not_recomputed(inplace: bool) -> None
     check(LayerwiseEngine(model, cross_entropy, recompute_activations=True), batch)
 
 
-class Scaled(nn.Module):
-    """Reads its weight without gradient first, then multiplies with it in an unusual way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.head = nn.Parameter(torch.randn(8, 5)), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = self.weight.abs().amax()
-        hidden = functional.linear(x, self.weight) + x.tanh() @ (self.weight / scale).T
-        return self.head(hidden.tanh())
-
-
 class GatedRMSNorm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -235,19 +220,3 @@ def test_a_layer_given_a_second_tensor_loses_its_rule() -> None:
         engine = LayerwiseEngine(classifier(compute, norm=GatedRMSNorm()), cross_entropy)
         for positions in lengths:
             check(engine, texts(2, 2, 2, positions=positions))
-
-
-class TiedTable(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        found = super().forward(ids)
-        return found + (found @ self.weight.T).tanh() @ self.weight
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_uses_of_a_weight_beside_the_usual_one_count(engine: str) -> None:
-    labels = torch.randint(0, 3, (4,))
-    check(make_engine(engine, Scaled(), cross_entropy), {"x": torch.randn(4, 5), "labels": labels})
-    table, head = TiedTable(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
-    model = Function(lambda m, x: m.head(m.table(x).mean(1)), table=table, head=head)
-    ids = torch.randint(0, VOCABULARY, (4, 6))
-    check(make_engine(engine, model, cross_entropy), {"x": ids, "labels": labels})

@@ -162,16 +162,6 @@ def test_uses_of_one_weight_in_different_forms_add_up(
     assert forms == {SparseRows, Factored} | ({Dense} if positions == 5 else set())
 
 
-@pytest.mark.parametrize("side", Side)
-def test_uses_of_one_weight_add_up_when_it_is_projected(side: Side) -> None:
-    rows = 7 if side is Side.LEFT else WIDTH
-    projectors = {
-        "table.weight": Projector(torch.randn(rows, 3), side),
-        "twice.weight": Projector(torch.randn(WIDTH, 2), side),
-    }
-    check(Shared(), tokens(4), projectors)
-
-
 # ---- Modules without a rule ----
 
 
@@ -332,17 +322,6 @@ def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
     assert_gradients_equal(engine({"x": x}, {})[1], expected)
 
 
-def test_a_layers_output_may_be_changed_in_place() -> None:
-    """Torch makes a view of it where the input has three dimensions and there is a bias."""
-
-    def compute(m: Any, x: Tensor) -> Tensor:
-        hidden = m.layer(m.table(x))
-        hidden[:, 0] = 0.0
-        return hidden
-
-    check(Function(compute, table=nn.Embedding(7, WIDTH), layer=nn.Linear(WIDTH, WIDTH)), tokens(3))
-
-
 # ---- Refusals ----
 
 
@@ -399,13 +378,6 @@ def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
 def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
     with pytest.raises(PrivacyError, match=r"couples samples"):
         per_sample_gradients(Flattening(), tokens(4), loss=loss)
-
-
-def test_a_layer_called_with_and_without_the_batch_is_exact() -> None:
-    table = nn.Embedding(7, WIDTH)
-    check(
-        Function(lambda m, x: m.table(x) + m.table(torch.arange(5)[None]), table=table), tokens(3)
-    )
 
 
 def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:

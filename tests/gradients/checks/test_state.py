@@ -23,38 +23,30 @@ from tests.support.models import only
 # ---- Collators and data sets ----
 
 
-class Drawing:
-    def __init__(self, generator: Any, draw: Callable[[Any], Any]) -> None:
-        self._generator, self._draw = generator, draw
+class Keeping:
+    """Does something with what it keeps, or with itself, whenever it is called."""
+
+    def __init__(self, kept: Any = (), keep: Callable[[Any, int], Any] = lambda *_: None) -> None:
+        self.kept, self._keep = kept, keep
 
     def __call__(self, value: int) -> Any:
-        return self._draw(self._generator)
+        return self._keep(self.kept, value)
 
 
 class Counting:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, value: int) -> None:
-        self.count += 1
-
-
-class Growing:
     """Has one attribute, which cannot change in place."""
 
     def __init__(self) -> None:
-        self.seen: tuple[int, ...] = ()
+        self.count: Any = 0
 
-    def __call__(self, value: int) -> None:
-        self.seen = (*self.seen, value)
+    def __call__(self, value: Any) -> Any:
+        self.count += 1
+        return value  # rows, if it is the transform of a data set
 
 
-class Keeping:
-    def __init__(self, kept: Any, keep: Callable[[Any, int], Any]) -> None:
-        self.kept, self._keep = kept, keep
-
-    def __call__(self, value: int) -> None:
-        self._keep(self.kept, value)
+class Growing(Counting):
+    def __call__(self, value: Any) -> None:
+        self.count = (self.count, value)
 
 
 class InItsClass:
@@ -77,22 +69,6 @@ class InSlots:
 
     def __call__(self, value: int) -> None:
         self.largest = max(self.largest, value)
-
-
-class Transform(Counting):
-    """Of a batch of one row, as data sets have them."""
-
-    def __call__(self, rows: Any) -> Any:
-        super().__call__(0)
-        return rows
-
-
-class Nested:
-    def __init__(self) -> None:
-        self.parts = {"a": [Counting()]}
-
-    def __call__(self, value: int) -> None:
-        self.parts["a"][0](value)
 
 
 def in_a_closure() -> Callable[[int], None]:
@@ -128,12 +104,12 @@ def tensor_through_data(tensor: Tensor, value: int) -> None:
 
 
 UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
-    "numpy generator": lambda: Drawing(np.random.default_rng(0), lambda g: g.random()),
-    "old numpy generator": lambda: Drawing(np.random.RandomState(0), lambda g: g.rand()),
-    "Python generator": lambda: Drawing(random.Random(0), lambda g: g.random()),
-    "torch generator": lambda: Drawing(torch.Generator(), lambda g: torch.rand(1, generator=g)),
-    "count": lambda: Drawing(itertools.count(), next),
-    "running generator": lambda: Drawing(running(), next),
+    "numpy generator": lambda: Keeping(np.random.default_rng(0), lambda g, _: g.random()),
+    "old numpy generator": lambda: Keeping(np.random.RandomState(0), lambda g, _: g.rand()),
+    "Python generator": lambda: Keeping(random.Random(0), lambda g, _: g.random()),
+    "torch generator": lambda: Keeping(torch.Generator(), lambda g, _: torch.rand(1, generator=g)),
+    "count": lambda: Keeping(itertools.count(), lambda n, _: next(n)),
+    "running generator": lambda: Keeping(running(), lambda n, _: next(n)),
     "attribute": Counting,
     "list": lambda: Keeping([], list.append),
     "set": lambda: Keeping(set(), set.add),
@@ -148,13 +124,13 @@ UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
     "class that grows": GrowingClass,
     "only attribute": Growing,
     "slots": InSlots,
-    "nested": Nested,
+    "nested": lambda: Keeping({"a": [Counting()]}, lambda kept, value: kept["a"][0](value)),
     "closure": in_a_closure,
     "method": lambda: Counting().__call__,
     "partial": lambda: partial(Counting.__call__, Counting()),
     "global": lambda: from_a_global,
     "global of a helper": lambda: by_a_helper,
-    "transform": lambda: Dataset.from_list([{"x": 1}] * 9).with_transform(Transform()).__getitem__,
+    "transform": lambda: Dataset.from_list([{"x": 1}] * 9).with_transform(Counting()).__getitem__,
 }
 
 
