@@ -28,7 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
-from dp_grape_hf.gradients.checks.guards import without_checkpointing
+from dp_grape_hf.gradients.checks.guards import configs_of, without_checkpointing
 from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.forms import Dense, Single
@@ -75,9 +75,17 @@ class FunctorchEngine(PerSampleEngine):
         }
         with torch.enable_grad():
             losses = self._losses_at(coordinates, inputs, projectors, captured)
-            with self._refusing_checkpointing():
-                leaves = list(coordinates.values())
+            leaves = list(coordinates.values())
+            try:
                 gradients = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+            except RuntimeError as error:
+                if "escaped from inside a function being vmapped" not in str(error):
+                    raise
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} repeats parts of its forward pass during the "
+                    "backward pass (gradient checkpointing). vmap does not support that. Set "
+                    'gradient_checkpointing=False, or use engine="layerwise".'
+                ) from error
         for name, gradient in zip(coordinates, gradients, strict=True):
             if gradient is not None:
                 captured[name].append(Dense(gradient))
@@ -143,20 +151,6 @@ class FunctorchEngine(PerSampleEngine):
         with refusing_dynamic_code(label, plain), vmap_safe(self.model):
             return vmap(one, randomness="different")(coordinates, samples)
 
-    @contextlib.contextmanager
-    def _refusing_checkpointing(self) -> Iterator[None]:
-        """Replace the error of a forward pass that is repeated outside vmap by a clear one."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "escaped from inside a function being vmapped" not in str(error):
-                raise
-            raise UnsupportedModelError(
-                f"{type(self.model).__name__} repeats parts of its forward pass during the "
-                "backward pass (gradient checkpointing). vmap does not support that. Set "
-                'gradient_checkpointing=False, or use engine="layerwise".'
-            ) from error
-
 
 # ---- Running the code of transformers models under vmap over the samples ----
 
@@ -188,12 +182,11 @@ def vmap_safe(model: nn.Module) -> Iterator[None]:
     Raises:
         UnsupportedModelError: if the model has stored a sample's tensor in a buffer.
     """
-    configs = {
-        id(config): config
-        for module in model.modules()
-        if (config := getattr(module, "config", None)) is not None
-        and re.search("flash|flex", getattr(config, "_attn_implementation", None) or "")
-    }.values()
+    configs = [
+        config
+        for config in configs_of(model)
+        if re.search("flash|flex", getattr(config, "_attn_implementation", None) or "")
+    ]
     before = [config._attn_implementation for config in configs]
     masks = ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # takes precedence over registered ones
     masks_before = dict(masks)

@@ -88,9 +88,6 @@ class DrawRecorder(DrawInterceptor):
         seeded: whether it seeded the streams, or restored an earlier state.
     """
 
-    made: Sequence[Draw] = ()
-    foreign = seeded = False
-
     def __init__(
         self,
         start: int,
@@ -102,6 +99,8 @@ class DrawRecorder(DrawInterceptor):
         super().__init__()
         self._start, self._keep, self._owners, self._given = start, keep, owners, given
         self._shared = shared or {}
+        self.made: list[Draw] = []
+        self.foreign = self.seeded = False
         self._running: list[str] = []  # the classes of the modules that run
         self._hooks: list[Any] = []
 

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -36,12 +34,8 @@ OTHERWISE = (
 )
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The inputs of ``compute_loss``, and the labels if it uses the model's loss."""
-
-    inputs: Inputs
-    labels: Tensor | None
+_Asked = tuple[Inputs, Tensor | None]
+"""The inputs of ``compute_loss``, and the labels if it uses the model's loss."""
 
 
 class _Called(BaseException):
@@ -52,9 +46,14 @@ class _Called(BaseException):
 
 
 class _StandIn:
-    """A stand-in for a model: a call returns an answer, and it has the model's attributes."""
+    """A stand-in for a model: a call returns an answer, and it has the model's attributes.
 
-    def __init__(self, model: nn.Module, answer: Callable[[Inputs], Any]) -> None:
+    Args:
+        model: the model.
+        answer: the result of a call; None to leave by ``_Called``.
+    """
+
+    def __init__(self, model: nn.Module, answer: Any = None) -> None:
         self._model, self._answer = model, answer
         self.calls = 0
 
@@ -65,7 +64,9 @@ class _StandIn:
                 f"compute_loss() calls the model with positional arguments. Pass them by name. "
                 f"{OTHERWISE}"
             )
-        return self._answer(inputs)
+        if self._answer is None:
+            raise _Called(inputs)
+        return self._answer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
@@ -90,14 +91,10 @@ class TrainerLoss(ModelLoss):
             loss = loss_for(model)
             self._head = loss if isinstance(loss, HeadLoss) else None
 
-    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, Any]:
+    def split(self, inputs: Mapping[str, Any]) -> tuple[Inputs, _Asked]:
         """Return the inputs with which ``compute_loss`` runs the model, and its own inputs."""
-
-        def interrupt(given: Inputs) -> None:
-            raise _Called(given)
-
         try:
-            self.of_batch(_StandIn(self._model, interrupt), inputs)
+            self.of_batch(_StandIn(self._model), inputs)
         except _Called as called:
             given = called.inputs
         else:
@@ -105,10 +102,8 @@ class TrainerLoss(ModelLoss):
                 f"compute_loss() does not call the model that it receives, so its loss cannot be "
                 f"split by samples. {OTHERWISE}"
             )
-        labels = None
-        if self._head is not None:
-            given, labels = self._head.split(given)
-        return given, _Asked(dict(inputs), labels)
+        given, labels = (given, None) if self._head is None else self._head.split(given)
+        return given, (dict(inputs), labels)
 
     def __call__(self, outputs: Any, asked: Any) -> Tensor:
         """Return the losses (B,).
@@ -116,15 +111,12 @@ class TrainerLoss(ModelLoss):
         Raises:
             PrivacyError: if the function calls the model more than once, or returns no number.
         """
-        size = next(len(v) for v in asked.inputs.values() if isinstance(v, Tensor))
-        own = self._of_model(outputs, asked)
-        losses = []
+        inputs, _ = asked
+        size = next(len(v) for v in inputs.values() if isinstance(v, Tensor))
+        own, losses = self._of_model(outputs, asked), []
         for i in range(size):
-            part = _part(outputs, i, size)
-            if own is not None:
-                part = _with_loss(part, own[i])
-            model = _StandIn(self._model, partial(_always, part))
-            losses.append(self.of_batch(model, _part(asked.inputs, i, size)))
+            model = _StandIn(self._model, _with_loss(_part(outputs, i, size), own, i))
+            losses.append(self.of_batch(model, _part(inputs, i, size)))
             if model.calls != 1:
                 raise PrivacyError(
                     f"compute_loss() calls the model {model.calls} times, but one call is needed. "
@@ -134,21 +126,19 @@ class TrainerLoss(ModelLoss):
                 )
         return torch.stack(losses)
 
-    def together(self, outputs: Any, asked: Any) -> Tensor:
+    def together(self, outputs: Any, asked: _Asked) -> Tensor:
         """Return ``compute_loss`` of all samples together, a scalar.
 
         If it uses the model's loss, that is the mean of the per-sample losses.
         """
         own = self._of_model(outputs, asked)
-        answer = outputs if own is None else _with_loss(outputs, own.mean())
-        return self.of_batch(_StandIn(self._model, partial(_always, answer)), asked.inputs)
+        own = None if own is None else own.mean()[None]
+        return self.of_batch(_StandIn(self._model, _with_loss(outputs, own, 0)), asked[0])
 
-    def _of_model(self, outputs: Any, asked: Any) -> Tensor | None:
+    def _of_model(self, outputs: Any, asked: _Asked) -> Tensor | None:
         """Return the model's per-sample losses (B,), if ``compute_loss`` uses the model's loss."""
-        if asked.labels is None:
-            return None
-        assert self._head is not None
-        return self._head(outputs, asked.labels)
+        _, labels = asked
+        return None if self._head is None or labels is None else self._head(outputs, labels)
 
     def of_batch(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return ``compute_loss`` of a batch, a scalar."""
@@ -157,10 +147,6 @@ class TrainerLoss(ModelLoss):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PrivacyError(f"compute_loss() does not return one number. {OTHERWISE}")
         return loss.reshape(())
-
-
-def _always(answer: Any, inputs: Inputs) -> Any:
-    return answer
 
 
 def _part(value: Any, sample: int, size: int) -> Any:
@@ -176,11 +162,13 @@ def _part(value: Any, sample: int, size: int) -> Any:
     return value if isinstance(value, bool | int | float | str) else None
 
 
-def _with_loss(outputs: Any, loss: Tensor) -> Any:
-    """Return outputs with a loss, in the format of a model's outputs."""
+def _with_loss(outputs: Any, losses: Tensor | None, sample: int) -> Any:
+    """Return outputs with the loss of one sample, if there are losses."""
+    if losses is None:
+        return outputs
     if isinstance(outputs, tuple):
-        return (loss, *outputs)
-    return type(outputs)(**{**outputs, "loss": loss})
+        return (losses[sample], *outputs)
+    return type(outputs)(**{**outputs, "loss": losses[sample]})
 
 
 _TOLERANCE = 1e-3  # relative difference of two computations of the same loss
