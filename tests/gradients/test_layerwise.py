@@ -83,19 +83,15 @@ def test_a_checkpointed_block_may_run_twice() -> None:
 # ---- Shapes that lie ----
 
 
-class Flattening(nn.Module):
+def flattened(m: Any, x: Tensor) -> Tensor:
     """Its middle layers see (B, T) as one dimension, as in OPT's feed-forward."""
+    hidden = m.table(x.flatten()).tanh()  # (B * T, WIDTH)
+    return m.down(m.up(m.norm(hidden)).relu()).view(*x.shape, WIDTH)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x.flatten()).tanh()  # (B * T, WIDTH)
-        hidden = self.down(self.up(self.norm(hidden)).relu())
-        return hidden.view(*x.shape, WIDTH)
+def flattening(compute: Any = flattened) -> nn.Module:
+    layers = {"up": nn.Linear(WIDTH, 8), "down": nn.Linear(8, WIDTH), "norm": nn.LayerNorm(WIDTH)}
+    return Function(compute, table=nn.Embedding(7, WIDTH), **layers)
 
 
 @pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 5), (2, 8)])
@@ -106,7 +102,7 @@ def test_inputs_flattened_from_samples_and_positions_are_told_apart(
         "up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
         "down.weight": Projector(torch.randn(WIDTH, 3), Side.LEFT),
     }
-    check(Flattening(), tokens(batch_size, positions), projectors)
+    check(flattening(), tokens(batch_size, positions), projectors)
 
 
 def attend(m: Any, x: Tensor) -> Tensor:
@@ -131,32 +127,28 @@ def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
         per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
 
 
-class Shared(nn.Module):
+def shared() -> nn.Module:
     """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.again = nn.Embedding(7, WIDTH), nn.Embedding(7, WIDTH, padding_idx=0)
-        self.again.weight = self.table.weight
-        self.twice = nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 7, bias=False)
-        self.head.weight = self.table.weight
-        self.small = nn.Linear(WIDTH, 7, bias=False)
-        self.small.weight = self.table.weight
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x) + m.again(x[:, :1])
+        hidden = m.twice(m.twice(hidden).tanh()).tanh()
+        return torch.cat([m.head(hidden[:, :2]), m.small(hidden)], 1)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x) + self.again(x[:, :1])
-        hidden = self.twice(self.twice(hidden).tanh()).tanh()
-        return torch.cat([self.head(hidden[:, :2]), self.small(hidden)], 1)
+    table, again = nn.Embedding(7, WIDTH), nn.Embedding(7, WIDTH, padding_idx=0)
+    head, small = (nn.Linear(WIDTH, 7, bias=False) for _ in range(2))
+    again.weight = head.weight = small.weight = table.weight
+    layers = {"again": again, "twice": nn.Linear(WIDTH, WIDTH), "head": head, "small": small}
+    return Function(compute, table=table, **layers)
 
 
 @pytest.mark.parametrize("positions", [2, 5])
 def test_uses_of_one_weight_in_different_forms_add_up(
     positions: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check(Shared(), tokens(4, positions))
+    check(shared(), tokens(4, positions))
     monkeypatch.setattr(flat, "MOST", 0)
-    gradients = check(Shared(), tokens(4, positions))
+    gradients = check(shared(), tokens(4, positions))
     forms = {type(part) for part in gradients["table.weight"].parts}
     assert isinstance(gradients["table.weight"], GradientSum)
     assert forms == {SparseRows, Factored} | ({Dense} if positions == 5 else set())
@@ -170,10 +162,8 @@ class Gate(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale, self.matrix = (
-            nn.Parameter(torch.randn(WIDTH)),
-            nn.Parameter(torch.randn(3, WIDTH)),
-        )
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+        self.matrix = nn.Parameter(torch.randn(3, WIDTH))
         self.child = nn.Linear(WIDTH, WIDTH)
 
     def forward(
@@ -273,40 +263,33 @@ class Positions(nn.Module):
         return rows[None] if self.leading else rows
 
 
-class Placed(nn.Module):
-    def __init__(self, leading: bool) -> None:
-        super().__init__()
-        self.table, self.positions = nn.Embedding(7, WIDTH), Positions(leading)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.table(x) + self.positions(x.shape[1]))
-
-
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("leading", [True, False])
 def test_modules_without_rules_compute_shared_values_for_each_sample(
     leading: bool, batch_size: int
 ) -> None:
     """Where there is no place for the batch, it gives way to the module around it."""
-    check(Placed(leading), tokens(batch_size, 5))
+    layers = {"table": nn.Embedding(7, WIDTH), "linear": nn.Linear(WIDTH, WIDTH)}
+    model = Function(
+        lambda m, x: m.linear(m.table(x) + m.positions(x.shape[1])),
+        **layers,
+        positions=Positions(leading),
+    )
+    check(model, tokens(batch_size, 5))
 
 
-class Routed(nn.Module):
+def routed() -> nn.Module:
     """A mixture of experts: how many positions an expert is given depends on the data."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(7, WIDTH)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, outputs = self.table(x), torch.zeros(*x.shape, WIDTH)
-        for i, expert in enumerate(self.experts):
-            outputs = outputs.index_put(
-                ((x % 2 == i).nonzero(as_tuple=True)), expert(hidden[x % 2 == i])
-            )
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden, outputs = m.table(x), torch.zeros(*x.shape, WIDTH)
+        for i, expert in enumerate(m.experts):
+            places = (x % 2 == i).nonzero(as_tuple=True)
+            outputs = outputs.index_put(places, expert(hidden[x % 2 == i]))
         return outputs
+
+    experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    return Function(compute, table=nn.Embedding(7, WIDTH), experts=experts)
 
 
 @pytest.mark.parametrize("odd", [(3, 2, 0), (3, 1, 2)], ids=["indivisible", "divisible"])
@@ -314,10 +297,10 @@ def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
     odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
-    check(Routed(), {"x": x})
-    engine = LayerwiseEngine(Routed(), mean_output)
+    check(routed(), {"x": x})
+    engine = LayerwiseEngine(routed(), mean_output)
     engine({"x": x[:1]}, {})  # at once, though one alone would be exact
-    assert "the model (Routed) cannot be vectorised" in caplog.records[-1].getMessage()
+    assert "the model (Function) cannot be vectorised" in caplog.records[-1].getMessage()
     expected = single_sample_gradients(engine.model, {"x": x}, None, mean_output)[1]
     assert_gradients_equal(engine({"x": x}, {})[1], expected)
 
@@ -377,7 +360,7 @@ def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("loss", [token_mean, centred, neighbours])
 def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
     with pytest.raises(PrivacyError, match=r"couples samples"):
-        per_sample_gradients(Flattening(), tokens(4), loss=loss)
+        per_sample_gradients(flattening(), tokens(4), loss=loss)
 
 
 def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
@@ -393,28 +376,26 @@ def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
         assert_gradients_equal(engine(batch, {})[1], expected)
 
 
-class Failing(Flattening):
-    fails = False
+@pytest.mark.parametrize("probed", [True, False])
+def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed: bool) -> None:
+    fails: list[int] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = super().forward(x)
-        if self.fails:
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = flattened(m, x)
+        if fails:
             raise RuntimeError("out of memory, say")
         return hidden
 
-
-@pytest.mark.parametrize("probed", [True, False])
-def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed: bool) -> None:
-    model = Failing()
+    model: Any = flattening(compute)
     model.up.forward = custom = model.up.forward  # somebody else's wrapper
     model.norm.eval()
     engine = LayerwiseEngine(model, mean_output)
     if probed:
         engine(tokens(3), {})
-    model.fails = True
+    fails.append(1)
     with pytest.raises(RuntimeError, match="out of memory"):
         engine(tokens(3), {})
-    model.fails = False
+    fails.clear()
     assert vars(model.up)["forward"] is custom
     assert not any("forward" in vars(m) for m in model.modules() if m is not model.up)
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
