@@ -1,19 +1,22 @@
 """Modules and losses that are a line long."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 
 class Function(nn.Module):
-    def __init__(self, compute: Callable[..., Tensor], **layers: nn.Module) -> None:
+    """Computes a function of itself and its inputs; its parts are layers, or tensors to train."""
+
+    def __init__(self, compute: Callable[..., Any], **parts: Any) -> None:
         super().__init__()
-        for name, layer in layers.items():
-            self.add_module(name, layer)
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
         self.compute = compute
 
-    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
-        return self.compute(self, x, **more)
+    def forward(self, x: Tensor, *more: Any, **others: Any) -> Any:
+        return self.compute(self, x, *more, **others)
 
 
 def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:

@@ -15,24 +15,12 @@ from tests.support.oracles import assert_gradients_equal, single_sample_gradient
 POSITIONS, FEATURES = 5, 6
 
 
-class Embeddings(nn.Module):
-    def __init__(self, compute: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.token = nn.Parameter(torch.randn(1, 1, FEATURES))
-        self.positions = nn.Parameter(torch.randn(1, POSITIONS + 1, FEATURES))
-        self.inside = nn.Linear(FEATURES, FEATURES)
-        self.compute = compute
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compute(self, x)
-
-
-def as_in_vit(m: Embeddings, x: Tensor) -> Tensor:
+def as_in_vit(m: Any, x: Tensor) -> Tensor:
     token = m.token.expand(len(x), -1, -1)
     return torch.cat([token, m.inside(x)], 1) + m.positions
 
 
-def by_broadcast(m: Embeddings, x: Tensor) -> Tensor:
+def by_broadcast(m: Any, x: Tensor) -> Tensor:
     return (m.inside(x) * m.token.square()) + m.positions[:, 1:]
 
 
@@ -54,7 +42,13 @@ def gradients_are_exact(compute: Callable[[Any, Tensor], Tensor]) -> LayerwiseEn
     """Compares with single samples; returns the engine."""
     torch.manual_seed(0)
     head = nn.Linear(FEATURES, FEATURES)
-    model = Function(lambda m, x: m.head(m.own(x)).tanh(), own=Embeddings(compute), head=head)
+    own = Function(
+        compute,
+        token=torch.randn(1, 1, FEATURES),
+        positions=torch.randn(1, POSITIONS + 1, FEATURES),
+        inside=nn.Linear(FEATURES, FEATURES),
+    )
+    model = Function(lambda m, x: m.head(m.own(x)).tanh(), own=own, head=head)
     inputs = {"x": torch.randn(3, POSITIONS, FEATURES)}
     engine = LayerwiseEngine(model, mean_output)
     for _ in range(2):

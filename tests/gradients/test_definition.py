@@ -215,26 +215,21 @@ def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
     assert isinstance(refusal.value.__cause__, cause or type(None))
 
 
-class Owner(nn.Module):
+def owner(rest: Callable[[Any, Tensor], Tensor]) -> nn.Module:
     """A module without a rule that does something to what it is given."""
-
-    def __init__(self, rest: Callable[[nn.Module, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.weight, self.rest = nn.Parameter(torch.ones(8)), rest
-        self.register_buffer("seen", torch.zeros(8), persistent=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.rest(self, hidden * self.weight)
+    module = Function(lambda m, hidden: rest(m, hidden * m.weight), weight=torch.ones(8))
+    module.register_buffer("seen", torch.zeros(8), persistent=False)
+    return module
 
 
 @pytest.mark.parametrize("rest", [count_in_place, count_anew])
 def test_a_module_whose_buffer_keeps_a_sample_is_refused(
     rest: Callable[[nn.Module, Tensor], Tensor],
 ) -> None:
-    owner = Owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
-    model = toy(lambda m, h: m.owner(h), owner=owner)
+    reads = owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
+    model = toy(lambda m, h: m.owner(h), owner=reads)
     with pytest.raises(
-        UnsupportedModelError, match=r"^owner \(Owner\) .*changes its buffer 'seen'"
+        UnsupportedModelError, match=r"^owner \(Function\) .*changes its buffer 'seen'"
     ):
         per_sample_gradients(model, positions(), loss=mean_output)
 
@@ -245,23 +240,16 @@ def test_a_sample_that_fails_alone_is_refused_with_the_error() -> None:
             raise ValueError("one is too few")
         return hidden
 
-    model = toy(lambda m, h: m.owner(h), owner=Owner(fail))
+    model = toy(lambda m, h: m.owner(h), owner=owner(fail))
     with pytest.raises(UnsupportedModelError, match=r"for one example alone.*ValueError: one is"):
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
 def test_the_layerwise_engine_refuses_a_module_given_the_batch_size() -> None:
-    class Start(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.start = nn.Parameter(torch.ones(5, 8))
-
-        def forward(self, hidden: Tensor, batch_size: int) -> Tensor:
-            return self.start.expand(batch_size, 5, 8)
-
-    model = toy(lambda m, h: h + m.beginning(h, len(h)), beginning=Start())
+    start = Function(lambda m, h, size: m.start.expand(size, 5, 8), start=torch.ones(5, 8))
+    model = toy(lambda m, h: h + m.beginning(h, len(h)), beginning=start)
     check(model, positions(), loss=mean_output)
-    with pytest.raises(UnsupportedModelError, match=r"beginning \(Start\) returned.*a number"):
+    with pytest.raises(UnsupportedModelError, match=r"beginning \(Function\) returned.*a number"):
         per_sample_gradients(model, positions(), loss=mean_output)
 
 

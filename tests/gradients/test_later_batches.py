@@ -38,52 +38,39 @@ def check(engine: Any, batch: dict[str, Tensor]) -> None:
 # ---- What carries the batch changes ----
 
 
-class Unpads(nn.Module):
+def classifier(compute: Callable[..., Tensor], **layers: nn.Module) -> nn.Module:
+    table, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+    return Function(compute, table=table, **layers, head=head)
+
+
+def unpads(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Takes padding out, if there is any: then it sees positions without their samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, 3)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        if bool(mask.all()):
-            hidden = self.layer(self.table(x)).tanh()
-        else:
-            keep = mask.bool()
-            found = self.layer(self.table(x[keep])).tanh()
-            hidden = torch.zeros(*x.shape, WIDTH).masked_scatter(keep[..., None], found)
-        return self.head(hidden.sum(1))
+    if bool(mask.all()):
+        hidden = m.layer(m.table(x)).tanh()
+    else:
+        keep = mask.bool()
+        found = m.layer(m.table(x[keep])).tanh()
+        hidden = torch.zeros(*x.shape, WIDTH).masked_scatter(keep[..., None], found)
+    return m.head(hidden.sum(1))
 
 
 def test_equal_lengths_at_first_do_not_vouch_for_later_batches(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """From then on the whole model runs for one sample after another."""
-    engine = LayerwiseEngine(Unpads(), cross_entropy)
+    engine = LayerwiseEngine(classifier(unpads, layer=nn.Linear(WIDTH, WIDTH)), cross_entropy)
     check(engine, texts(12, 12, positions=12))
     assert not caplog.text
     for lengths in ((6, 6), (6, 2), (5, 7)):
         check(engine, texts(*lengths, positions=14))
-    assert "the model (Unpads) cannot be vectorised" in caplog.text
+    assert "the model (Function) cannot be vectorised" in caplog.text
 
 
-class Unpadded(nn.Module):
+def unpadded(m: Any, hidden: Tensor, mask: Tensor) -> Tensor:
     """Runs layers on positions without their samples, inside a module that knows the samples."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
-        keep = mask.bool()
-        found = self.norm(self.layer(hidden[keep])).tanh()
-        return torch.zeros_like(hidden).masked_scatter(keep[..., None], found)
-
-
-def classifier(compute: Callable[..., Tensor], **layers: nn.Module) -> nn.Module:
-    table, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
-    return Function(compute, table=table, **layers, head=head)
+    keep = mask.bool()
+    found = m.norm(m.layer(hidden[keep])).tanh()
+    return torch.zeros_like(hidden).masked_scatter(keep[..., None], found)
 
 
 def test_positions_that_were_selected_are_left_to_the_module_around(
@@ -93,22 +80,16 @@ def test_positions_that_were_selected_are_left_to_the_module_around(
         """Gives a module positions with their samples."""
         return m.head(m.block(m.table(x), mask).sum(1))
 
-    engine = LayerwiseEngine(classifier(compute, block=Unpadded()), cross_entropy)
+    block = Function(unpadded, layer=nn.Linear(WIDTH, WIDTH), norm=nn.LayerNorm(WIDTH))
+    engine = LayerwiseEngine(classifier(compute, block=block), cross_entropy)
     for batch in (texts(6, 6), texts(6, 2), texts(4, 1, positions=7)):
         check(engine, batch)
-    assert "block (Unpadded) cannot be vectorised" in caplog.text
+    assert "block (Function) cannot be vectorised" in caplog.text
 
 
-class Masked(nn.Module):
+def masked(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Owns a parameter, and is given one mask for all samples, or one for each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.layer = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        scores = (self.layer(x) * self.scale) @ x.transpose(-1, -2) + mask
-        return scores.softmax(-1) @ x
+    return ((m.layer(x) * m.scale) @ x.transpose(-1, -2) + mask).softmax(-1) @ x
 
 
 def attends(every: bool) -> LayerwiseEngine:
@@ -120,7 +101,8 @@ def attends(every: bool) -> LayerwiseEngine:
             seen = seen + (1 - mask.float())[:, None, :] * -1e4  # (B, T, T)
         return m.head(m.masked(m.table(x), seen).reshape(len(x), -1, WIDTH).mean(1))
 
-    return LayerwiseEngine(classifier(compute, masked=Masked()), cross_entropy)
+    attention = Function(masked, scale=torch.ones(WIDTH), layer=nn.Linear(WIDTH, WIDTH))
+    return LayerwiseEngine(classifier(compute, masked=attention), cross_entropy)
 
 
 def test_a_mask_of_each_sample_does_not_reach_the_others() -> None:
@@ -180,23 +162,16 @@ def test_samples_without_gradients_do_not_vouch_for_a_model(broken: str, samples
 # ---- Gradients that would be missing ----
 
 
-class ChangedInPlace(nn.Module):
-    def __init__(self, inplace: bool) -> None:
-        super().__init__()
-        self.inplace, self.act = inplace, nn.SiLU(inplace=inplace)
-        self.up, self.down, self.head = nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.act(self.up(x))
-        return self.head(
-            self.down(hidden if self.inplace else hidden.masked_fill_(x[:, :1] > 0, 0))
-        )
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_an_activation_changed_in_place_is_not_recomputed(inplace: bool) -> None:
     batch = {"x": torch.randn(6, 5), "labels": torch.randint(0, 3, (6,))}
-    model = ChangedInPlace(inplace)
+
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.act(m.up(x))
+        return m.head(m.down(hidden if inplace else hidden.masked_fill_(x[:, :1] > 0, 0)))
+
+    layers = {"up": nn.Linear(5, 8), "down": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
+    model = Function(compute, act=nn.SiLU(inplace=inplace), **layers)
     check(LayerwiseEngine(model, cross_entropy, recompute_activations=True), batch)
 
 

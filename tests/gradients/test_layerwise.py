@@ -157,38 +157,28 @@ def test_uses_of_one_weight_in_different_forms_add_up(
 # ---- Modules without a rule ----
 
 
-class Gate(nn.Module):
+def gate(
+    m: Any, hidden: Tensor, power: int, *, table: Tensor, name: str = "none", half: Any = None
+) -> tuple[Tensor, str, dict[str, Tensor]]:
     """Owns parameters itself and a child; takes keywords and constants; returns several things."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(WIDTH))
-        self.matrix = nn.Parameter(torch.randn(3, WIDTH))
-        self.child = nn.Linear(WIDTH, WIDTH)
-
-    def forward(
-        self, hidden: Tensor, power: int, *, table: Tensor, name: str = "none", half: Any = None
-    ) -> tuple[Tensor, str, dict[str, Tensor]]:
-        gate = (hidden * self.scale + table).sigmoid() ** power
-        mixed = self.child(hidden) * gate
-        return mixed, name, {"logits": mixed @ self.matrix.T, "table": table}
+    mixed = m.child(hidden) * (hidden * m.scale + table).sigmoid() ** power
+    return mixed, name, {"logits": mixed @ m.matrix.T, "table": table}
 
 
-class Gated(nn.Module):
+def gated(flattened: bool = False, compute: Any = gate) -> nn.Module:
     """Hands its gate a tensor for each sample and a constant one, as long as the batch may be."""
 
-    def __init__(self, flattened: bool = False) -> None:
-        super().__init__()
-        self.table, self.gate = nn.Embedding(7, WIDTH), Gate()
-        self.flattened = flattened
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden, constant = self.table(x), torch.linspace(0, 1, 5 * WIDTH).view(5, WIDTH)
-        if self.flattened:
+    def outer(m: Any, x: Tensor) -> Tensor:
+        hidden, constant = m.table(x), torch.linspace(0, 1, 5 * WIDTH).view(5, WIDTH)
+        if flattened:
             hidden, constant = hidden.flatten(0, 1), constant[0]
-        mixed, name, more = self.gate(hidden, 2, table=constant, name="gate")
+        mixed, name, more = m.gate(hidden, 2, table=constant, name="gate")
         assert name == "gate"
         return torch.cat([mixed, more["logits"]], -1).reshape(x.shape[0], -1) * more["table"].mean()
+
+    weights = {"scale": torch.randn(WIDTH), "matrix": torch.randn(3, WIDTH)}
+    own = Function(compute, **weights, child=nn.Linear(WIDTH, WIDTH))
+    return Function(outer, table=nn.Embedding(7, WIDTH), gate=own)
 
 
 class Unvectorised(torch.autograd.Function):
@@ -203,25 +193,17 @@ class Unvectorised(torch.autograd.Function):
         return grad
 
 
-class Looping(Gate):
-    def __init__(self, random: bool = False) -> None:
-        super().__init__()
-        self.random = random
+def looping(flattened: bool = False, drops: bool = False) -> nn.Module:
+    def compute(m: Any, hidden: Tensor, *more: Any, **others: Any) -> Any:
+        x = Unvectorised.apply(hidden.add_(1))
+        if drops:
+            x = functional.dropout(x, 0.5, m.training)
+        return gate(m, x - 1, *more, **others)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = Unvectorised.apply(args[0].add_(1))
-        if self.random:
-            x = functional.dropout(x, 0.5, self.training)
-        return super().forward(x - 1, *args[1:], **kwargs)
+    return gated(flattened, compute)
 
 
-def looping(flattened: bool = False, **options: Any) -> Gated:
-    model = Gated(flattened)
-    model.gate = Looping(**options)
-    return model
-
-
-@pytest.mark.parametrize("make", [Gated, looping], ids=["under vmap", "one by one"])
+@pytest.mark.parametrize("make", [gated, looping], ids=["under vmap", "one by one"])
 @pytest.mark.parametrize("flattened", [False, True])
 @pytest.mark.parametrize(("batch_size", "projected"), [(1, False), (3, False), (5, True)])
 def test_a_module_with_parameters_of_its_own_is_exact(
@@ -241,26 +223,14 @@ def test_what_runs_for_one_sample_after_another_is_told_once(
     for _ in range(3):
         engine(tokens(3), {})
     (record,) = caplog.records
-    assert "gate (Looping) cannot be vectorised over samples (In order to use" in record.message
+    assert "gate (Function) cannot be vectorised over samples (In order to use" in record.message
     assert "one sample after another" in record.message
 
 
 def test_samples_that_run_separately_have_separate_dropout() -> None:
-    engine = LayerwiseEngine(looping(random=True), mean_output)
+    engine = LayerwiseEngine(looping(drops=True), mean_output)
     inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
     assert engine(inputs, {})[0].unique().numel() == 3
-
-
-class Positions(nn.Module):
-    """A table without a layer: one row for each position, the same for all samples."""
-
-    def __init__(self, leading: bool) -> None:
-        super().__init__()
-        self.rows, self.leading = nn.Parameter(torch.randn(9, WIDTH)), leading
-
-    def forward(self, count: int) -> Tensor:
-        rows = self.rows[:count]
-        return rows[None] if self.leading else rows
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -269,11 +239,15 @@ def test_modules_without_rules_compute_shared_values_for_each_sample(
     leading: bool, batch_size: int
 ) -> None:
     """Where there is no place for the batch, it gives way to the module around it."""
-    layers = {"table": nn.Embedding(7, WIDTH), "linear": nn.Linear(WIDTH, WIDTH)}
+    positions = Function(
+        lambda m, count: m.rows[None, :count] if leading else m.rows[:count],
+        rows=torch.randn(9, WIDTH),
+    )
     model = Function(
         lambda m, x: m.linear(m.table(x) + m.positions(x.shape[1])),
-        **layers,
-        positions=Positions(leading),
+        table=nn.Embedding(7, WIDTH),
+        linear=nn.Linear(WIDTH, WIDTH),
+        positions=positions,
     )
     check(model, tokens(batch_size, 5))
 
@@ -308,21 +282,19 @@ def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
 # ---- Refusals ----
 
 
-class Unused(nn.Module):
+def unused(what: str) -> nn.Module:
     """Owns a layer that it never calls, or whose result it drops, or an unused parameter."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.what, self.table = what, nn.Embedding(7, WIDTH)
-        self.extra = nn.Linear(WIDTH, WIDTH)
-        if what == "a parameter":
-            self.extra.extra = nn.Parameter(torch.zeros(3))  # then the generic rule takes the layer
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.table(x)
+        if what == "a dropped result":
+            m.extra(hidden)
+        return m.extra(hidden) if what == "a parameter" else hidden
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.table(x)
-        if self.what == "a dropped result":
-            self.extra(hidden)
-        return self.extra(hidden) if self.what == "a parameter" else hidden
+    extra = nn.Linear(WIDTH, WIDTH)
+    if what == "a parameter":
+        extra.extra = nn.Parameter(torch.zeros(3))  # then the generic rule takes the layer
+    return Function(compute, table=nn.Embedding(7, WIDTH), extra=extra)
 
 
 @pytest.mark.parametrize(
@@ -335,8 +307,8 @@ class Unused(nn.Module):
 )
 def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what: str, names: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
-        per_sample_gradients(Unused(what), tokens(3), loss=mean_output)
-    model = Unused(what)
+        per_sample_gradients(unused(what), tokens(3), loss=mean_output)
+    model = unused(what)
     for name in names.split(", "):
         model.get_parameter(name).requires_grad_(False)
     check(model, tokens(3))

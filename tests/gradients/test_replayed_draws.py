@@ -33,17 +33,15 @@ both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 Toss = Callable[[Tensor], Tensor]
 
 
-class Small(nn.Module):
+def small(toss: Toss) -> Any:
     """Two layers, and between them whatever coins a test tosses."""
 
-    def __init__(self, toss: Toss) -> None:
-        super().__init__()
-        self.first, self.second, self.toss = nn.Linear(4, 6), nn.Linear(6, 2), toss
+    def compute(m: Any, x: Tensor) -> Tensor:
+        hidden = m.first(x)
+        tossed = m.training or isinstance(toss, nn.Module)
+        return m.second(m.toss(hidden) if tossed else hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.first(x)
-        tossed = self.training or isinstance(self.toss, nn.Module)
-        return self.second(self.toss(hidden) if tossed else hidden)
+    return Function(compute, first=nn.Linear(4, 6), second=nn.Linear(6, 2), toss=toss)
 
 
 def with_zero_head(tosses: Iterable[str], *few: str) -> pytest.MarkDecorator:
@@ -55,7 +53,7 @@ def with_zero_head(tosses: Iterable[str], *few: str) -> pytest.MarkDecorator:
 
 def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
     """Returns what an engine computes of a model; behind a head of zeros all losses are equal."""
-    model = Small(toss).train()
+    model = small(toss).train()
     if zero:
         nn.init.zeros_(model.second.weight)
     return per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares, engine=engine)
@@ -144,7 +142,7 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("trained", [True, False], ids=["one by one", "frozen"])
 def test_dropout_of_as_many_samples_as_the_values_tell_passes(trained: bool) -> None:
     """Trained experts run for one sample after another, frozen ones for all at once."""
-    model = Small(functional.relu).train()
+    model = small(functional.relu).train()
     model.first = nn.Sequential(model.first, nn.Dropout(0.5), Experts().requires_grad_(trained))
     losses, _ = per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
     assert losses.shape == (5,)
@@ -286,15 +284,14 @@ def test_a_small_influence_of_others_shows() -> None:
         gradients(lambda hidden: hidden * (1 + 1e-4 * torch.rand(len(hidden)).mean()))
 
 
-class Noisy(nn.Module):
+class Noisy(Function):
     """Has a weight of its own, a single number, and a coin: it runs under vmap."""
 
     def __init__(self, toss: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self.scale, self.toss = nn.Parameter(torch.ones(())), toss
+        def compute(m: Any, hidden: Tensor) -> Tensor:
+            return hidden * m.scale * (1 - 2 * toss().float() if m.training else 1)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden * self.scale * (1 - 2 * self.toss().float() if self.training else 1)
+        super().__init__(compute, scale=torch.ones(()))
 
 
 @both
@@ -315,7 +312,7 @@ def test_the_draw_that_is_at_fault_is_named() -> None:
 
 
 def test_a_model_is_examined_in_training_mode_after_evaluation_mode() -> None:
-    engine = make_engine("layerwise", Small(drops_layers).eval(), squares)
+    engine = make_engine("layerwise", small(drops_layers).eval(), squares)
     engine({"x": torch.randn(3, 4)}, {})
     engine.model.train()
     with pytest.raises(PrivacyError, match="once for all samples"):
@@ -329,7 +326,7 @@ def test_after_an_example_without_gradient_the_next_is_tried(engine: str) -> Non
         return squares(outputs, None) * labels
 
     inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0.0, 0.0, 1.0])}
-    computes = make_engine(engine, Small(SIGNS["one for all"]).train(), loss)
+    computes = make_engine(engine, small(SIGNS["one for all"]).train(), loss)
     with pytest.raises(PrivacyError, match="for all samples of a physical batch"):
         computes(inputs, {})
     computes({"x": inputs["x"], "labels": torch.zeros(3)}, {})
@@ -379,7 +376,7 @@ def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: boo
             raise OSError("on purpose")
         return dropout(hidden)
 
-    model = Small(toss).train()
+    model = small(toss).train()
     with torch.no_grad():
         model.second.bias.zero_()
         model.first.weight.zero_().neg_()  # -0.0
@@ -556,7 +553,7 @@ def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
 
 def test_a_later_draw_without_torch_is_refused() -> None:
     draws = [False]
-    model = Small(lambda hidden: hidden * float(np.random.rand()) if draws[0] else hidden)
+    model = small(lambda hidden: hidden * float(np.random.rand()) if draws[0] else hidden)
     engine = make_private(make_engine("layerwise", model.train(), squares))
     engine.begin({})
     engine.accumulate({"x": torch.randn(3, 4)})

@@ -60,12 +60,6 @@ def found_and_expected(
 # ---- Modules ----
 
 
-class Matrix(nn.Module):
-    def __init__(self, *shape: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape))
-
-
 def tied() -> nn.Module:
     table, head = nn.Embedding(ROWS, N), nn.Linear(N, ROWS)
     head.weight = table.weight
@@ -127,19 +121,17 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
         on_each_side("layer.weight"),
     ),
     "bare matrix": (
-        lambda: Function(
-            lambda m, x: x @ m.matrix.weight + m.matrix.weight.sum(), matrix=Matrix(N, 4)
-        ),
-        on_each_side("matrix.weight"),
+        lambda: Function(lambda m, x: x @ m.matrix + m.matrix.sum(), matrix=torch.randn(N, 4)),
+        on_each_side("matrix"),
     ),
     "addmm of a matrix": (
         lambda: Function(
-            lambda m, x: torch.addmm(
-                m.matrix.weight[0], x.flatten(0, 1), m.matrix.weight, alpha=2
-            ).unflatten(0, x.shape[:2]),
-            matrix=Matrix(N, 4),
+            lambda m, x: torch.addmm(m.matrix[0], x.flatten(0, 1), m.matrix, alpha=2).unflatten(
+                0, x.shape[:2]
+            ),
+            matrix=torch.randn(N, 4),
         ),
-        [{}, {"matrix.weight": RIGHT}],
+        [{}, {"matrix": RIGHT}],
     ),
     "in-place operations": (
         lambda: Function(
