@@ -1,5 +1,6 @@
 """Ways in which one example reaches another's gradient, each refused or harmless."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,14 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from dp_grape_hf import PrivacyError, per_sample_gradients
-from tests.gradients.functions import squares
+from tests.gradients.functions import (
+    Function,
+    TinyFunctionForSequenceClassification,
+    cross_entropies,
+    plain,
+    squares,
+)
 from tests.support.trainers import (
-    TinyForSequenceClassification,
     assert_refused,
     make_trainer,
     points,
@@ -19,55 +25,44 @@ from tests.support.trainers import (
 )
 
 
-class Small(nn.Module):
+def small(between: Callable[[Any, Tensor], Tensor] = lambda m, hidden: hidden) -> nn.Module:
     """Two layers, with room for whatever couples between them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 2)
+    def compute(m: Any, x: Tensor, scale: Any = None) -> Tensor:
+        return m.second(between(m, m.first(x)).relu())
 
-    def between(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def forward(self, x: Tensor, scale: Any = None) -> Tensor:
-        return self.second(self.between(self.first(x)).relu())
+    return Function(compute, first=nn.Linear(4, 5), second=nn.Linear(5, 2))
 
 
-class MixesInTraining(Small):
-    def between(self, hidden: Tensor) -> Tensor:
-        return hidden + 0.5 * hidden.flip(0) if self.training else hidden
+def mixes_in_training(m: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden + 0.5 * hidden.flip(0) if m.training else hidden
 
 
-class ScalesByTheBatch(Small):
-    def between(self, hidden: Tensor) -> Tensor:
-        return hidden / hidden.detach().abs().max()
+def scales_by_the_batch(m: nn.Module, hidden: Tensor) -> Tensor:
+    return hidden / hidden.detach().abs().max()
 
 
-@pytest.mark.parametrize("model", [MixesInTraining, ScalesByTheBatch])
-def test_mixing_in_training_or_without_a_gradient_is_refused(model: type[Small]) -> None:
+@pytest.mark.parametrize("between", [mixes_in_training, scales_by_the_batch])
+def test_mixing_in_training_or_without_a_gradient_is_refused(between: Any) -> None:
     inputs = {"x": torch.randn(1, 4) * torch.tensor([1.0, 50.0, 1.0, 1.0])[:, None]}
     with pytest.raises(PrivacyError, match="couples samples"):
-        per_sample_gradients(model().train(), inputs, loss=squares)
+        per_sample_gradients(small(between).train(), inputs, loss=squares)
 
 
 @pytest.mark.parametrize("extra", [0.5, [1, 2], {"a": torch.ones(4)}], ids=str)
 def test_an_input_without_samples_is_refused(extra: Any) -> None:
     inputs = {"x": torch.randn(4, 4), "scale": extra}
     with pytest.raises(PrivacyError, match="'scale'"):
-        per_sample_gradients(Small(), inputs, loss=squares)
-
-
-def plain(outputs: Any, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+        per_sample_gradients(small(), inputs, loss=squares)
 
 
 def mined(outputs: Any, labels: Tensor) -> Tensor:
-    losses = plain(outputs, labels)
+    losses = cross_entropies(outputs, labels)
     return losses * (losses >= losses.median())
 
 
 def weighted_by_rank(outputs: Any, labels: Tensor) -> Tensor:
-    losses = plain(outputs, labels)
+    losses = cross_entropies(outputs, labels)
     return losses * (1 + losses.argsort().argsort() / len(losses))
 
 
@@ -78,44 +73,35 @@ def test_a_loss_that_ranks_the_batch_is_refused(loss: Any, size: int, tmp_path: 
     assert_refused(trainer, "changes with the number or the contents")
 
 
-class ScalesLargeBatches(TinyForSequenceClassification):
-    def __init__(self, in_training: bool) -> None:
-        super().__init__()
-        self.in_training = in_training
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
-        outputs = super().forward(nn.functional.dropout(x, 0.3, self.training))
-        if len(x) > 3 and (self.training or not self.in_training):
+@pytest.mark.parametrize("in_training", [True, False])
+def test_an_output_that_depends_on_batch_size_is_refused(in_training: bool, tmp_path: Path) -> None:
+    def scales(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+        outputs = plain(m, nn.functional.dropout(x, 0.3, m.training))
+        if len(x) > 3 and (m.training or not in_training):
             outputs["logits"] = 1.3 * outputs["logits"]
         return outputs
 
-
-@pytest.mark.parametrize("in_training", [True, False])
-def test_an_output_that_depends_on_batch_size_is_refused(in_training: bool, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=ScalesLargeBatches(in_training), compute_loss_func=plain)
-    with pytest.raises(PrivacyError, match="changes with the number or the contents"):
-        trainer.train()
+    model = TinyFunctionForSequenceClassification(scales)
+    trainer = make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies)
+    assert_refused(trainer, "changes with the number or the contents")
 
 
-class Normalised(TinyForSequenceClassification):
+def normalised(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
     """Normalises over the batch: over one sample, which functorch runs by itself, that is zero."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
-        outputs = super().forward(x)
-        return {"logits": outputs["logits"] - outputs["logits"].mean(0)}
+    logits = plain(m, x)["logits"]
+    return {"logits": logits - logits.mean(0)}
 
 
-class Broken(TinyForSequenceClassification):
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Any = None) -> Any:
-        return {"logits": super().forward(x)["logits"] * float("nan")}
+def broken(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+    return {"logits": plain(m, x)["logits"] * float("nan")}
 
 
-@pytest.mark.parametrize(("model", "engine"), [(Normalised, "functorch"), (Broken, "layerwise")])
-def test_a_run_without_any_gradient_is_refused(
-    model: type[nn.Module], engine: str, tmp_path: Path
-) -> None:
-    settings = {"engine": engine, "compute_loss_func": plain}
-    trainer = make_trainer(tmp_path, model=model(), **settings)
+@pytest.mark.parametrize(("compute", "engine"), [(normalised, "functorch"), (broken, "layerwise")])
+def test_a_run_without_any_gradient_is_refused(compute: Any, engine: str, tmp_path: Path) -> None:
+    settings = {"engine": engine, "compute_loss_func": cross_entropies}
+    trainer = make_trainer(
+        tmp_path, model=TinyFunctionForSequenceClassification(compute), **settings
+    )
     assert_refused(trainer, "No example that was tried has a gradient")
 
 
@@ -145,10 +131,10 @@ def test_a_schedule_set_by_hand_may_not_follow_evaluation_data(tmp_path: Path) -
 
 def with_a_third(outputs: Any, labels: Tensor, num_items_in_batch: Any) -> Tensor:
     assert num_items_in_batch is None or not outputs["logits"].requires_grad  # evaluation
-    return plain(outputs, labels)
+    return cross_entropies(outputs, labels)
 
 
-@pytest.mark.parametrize("loss", [plain, with_a_third])
+@pytest.mark.parametrize("loss", [cross_entropies, with_a_third])
 def test_a_loss_may_take_two_arguments_or_three(loss: Any, tmp_path: Path) -> None:
     trainer = trained_in(tmp_path, compute_loss_func=loss)
     assert trainer.evaluate(points(seed=1))["eval_loss"] > 0

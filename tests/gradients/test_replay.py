@@ -19,6 +19,11 @@ from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.plans import Plans
 from dp_grape_hf.gradients.rules import RULES, LayerRule
 from dp_grape_hf.optimizers import require_each_once
+from tests.gradients.functions import (
+    TinyFunctionForSequenceClassification,
+    cross_entropies,
+    plain,
+)
 from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only
@@ -87,16 +92,9 @@ def _record_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "gradients", wrong)
 
 
-class UsedTwiceForSequenceClassification(TinyForSequenceClassification):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twice = nn.Linear(WIDTH, WIDTH)
-
-    def forward(  # type: ignore[override]
-        self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        hidden = torch.tanh(self.twice(torch.tanh(self.body(x))))
-        return {"logits": self.head(torch.tanh(self.twice(hidden)))}
+def used_twice(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+    hidden = torch.tanh(m.twice(torch.tanh(m.body(x))))
+    return {"logits": m.head(torch.tanh(m.twice(hidden)))}
 
 
 def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +156,8 @@ def test_examples_are_added_if_the_first_batch_has_too_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     _record_once(monkeypatch)
-    model = UsedTwiceForSequenceClassification()
+    model = TinyFunctionForSequenceClassification(used_twice)
+    model.twice = nn.Linear(WIDTH, WIDTH)
     monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
     trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()], method="dp_adam")
     assert_refused(trainer, r"twice\.weight \(of twice, a Linear\)", UnsupportedModelError)
@@ -232,17 +231,11 @@ def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None
     engine.examine(batch | {"labels": classes}, {})
 
 
-class CoupledIn16Bits(TinyForSequenceClassification):
-    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> Any:
-        logits = super().forward(x.bfloat16())["logits"]
-        return {"logits": logits * (1.3 if len(x) > 3 else 1.0)}
-
-
-def cross_entropies(outputs: Any, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
+def coupled(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+    return {"logits": plain(m, x.bfloat16())["logits"] * (1.3 if len(x) > 3 else 1.0)}
 
 
 def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
-    model = CoupledIn16Bits().to(torch.bfloat16)
+    model = TinyFunctionForSequenceClassification(coupled).to(torch.bfloat16)
     with pytest.raises(PrivacyError, match="changes with the number"):
         make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies).train()

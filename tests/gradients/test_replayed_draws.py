@@ -18,11 +18,15 @@ from transformers import BigBirdConfig, BigBirdForSequenceClassification
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import Dense, keeping_random_state, make_engine
 from dp_grape_hf.gradients.checks.sketches import FULL, Sketches, differing
-from tests.gradients.functions import Function, squares
+from tests.gradients.functions import (
+    Function,
+    TinyFunctionForSequenceClassification,
+    plain,
+    squares,
+)
 from tests.support.mechanism import make_private
 from tests.support.models import only
 from tests.support.trainers import (
-    TinyForSequenceClassification,
     assert_refused,
     examples_of,
     make_trainer,
@@ -460,14 +464,12 @@ def test_a_forward_that_draws_beside_torch_or_seeds_is_refused(name: str) -> Non
         gradients(toss)
 
 
-class NoisyForSequenceClassification(TinyForSequenceClassification):
-    def __init__(self, noise: Toss, in_training_only: bool = False) -> None:
-        super().__init__()
-        self.noise, self.in_training_only = noise, in_training_only
+def noisy(noise: Toss, in_training_only: bool = False) -> nn.Module:
+    def compute(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+        quiet = in_training_only and not m.training
+        return plain(m, x if quiet else noise(x), labels)
 
-    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
-        quiet = self.in_training_only and not self.training
-        return super().forward(x if quiet else self.noise(x), labels, id)
+    return TinyFunctionForSequenceClassification(compute)
 
 
 _OWN = torch.Generator().manual_seed(0)
@@ -484,7 +486,7 @@ def test_a_model_with_its_own_generator_is_always_refused(engine: str) -> None:
 
 
 def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
-    model = NoisyForSequenceClassification(draws_from_a_generator, in_training_only=True)
+    model = noisy(draws_from_a_generator, in_training_only=True)
     with pytest.raises(PrivacyError, match=r"changed .*_OWN of the model"):
         make_trainer(tmp_path, model=model).train()
 
@@ -504,15 +506,13 @@ NOISE: dict[str, Toss] = {
 def test_noise_of_ones_own_in_evaluation_mode_is_no_obstacle(
     noise: str, engine: str, tmp_path: Path
 ) -> None:
-    model = NoisyForSequenceClassification(NOISE[noise])
+    model = noisy(NOISE[noise])
     make_trainer(tmp_path, model=model, engine=engine).train()
 
 
 @pytest.mark.parametrize("noise", NOISE)
 def test_a_method_without_gradients_refuses_noise(noise: str, tmp_path: Path) -> None:
-    trainer = make_trainer(
-        tmp_path, model=NoisyForSequenceClassification(NOISE[noise]), method="dpzero"
-    )
+    trainer = make_trainer(tmp_path, model=noisy(NOISE[noise]), method="dpzero")
     assert_refused(trainer, f"{noise}.*in training mode only", UnsupportedModelError)
 
 
@@ -525,7 +525,7 @@ def test_a_method_without_gradients_refuses_noise(noise: str, tmp_path: Path) ->
 def test_noise_from_other_streams_is_refused_in_evaluation_mode(
     noise: Toss, method: str, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(tmp_path, model=NoisyForSequenceClassification(noise), method=method)
+    trainer = make_trainer(tmp_path, model=noisy(noise), method=method)
     assert_refused(trainer, r"random numbers from numpy or Python|_OWN of")
 
 

@@ -9,27 +9,21 @@ from torch import Tensor, nn
 from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.projections import Projector, Side, principal_directions
 from recipes.benchmark.kernels import Kernels
+from tests.gradients.functions import Function
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 
-class Attention(nn.Module):
+def attention(changed: bool = False) -> Any:
     """Queries, keys and values of one tensor, and an output of another."""
 
-    def __init__(self, changed: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(6, 6) for _ in range(4))
-        self.changed = changed
+    def compute(m: Any, x: Tensor) -> Tensor:
+        queries = m.q(x)
+        x = x.clone() if changed else x
+        keys = m.k(x)
+        x = x.mul_(2) if changed else x
+        return m.o(nn.functional.scaled_dot_product_attention(queries, keys, m.v(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.q(x)
-        if self.changed:
-            x = x.clone()
-            keys = self.k(x)
-            x.mul_(2)
-        else:
-            keys = self.k(x)
-        mixed = nn.functional.scaled_dot_product_attention(queries, keys, self.v(x))
-        return self.o(mixed)
+    return Function(compute, **{name: nn.Linear(6, 6) for name in "qkvo"})
 
 
 def squared(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -43,24 +37,24 @@ def batches() -> list[dict[str, Any]]:
 
 def test_layers_that_read_one_tensor_have_one_tensor_of_directions() -> None:
     ranks = {f"{name}.weight": 2 for name in "qkvo"}
-    found = principal_directions(Attention(), ranks, batches)
+    found = principal_directions(attention(), ranks, batches)
     of = {name: found[f"{name}.weight"].directions for name in "qkvo"}
     assert of["q"] is of["k"] is of["v"]
     assert of["o"] is not of["q"]
-    alone = principal_directions(Attention(), {"k.weight": 2}, batches)["k.weight"]
+    alone = principal_directions(attention(), {"k.weight": 2}, batches)["k.weight"]
     overlap = (of["k"].T @ alone.directions).svd().S
     torch.testing.assert_close(overlap, torch.ones(2), atol=1e-3, rtol=0)
 
 
 def test_a_tensor_that_was_changed_in_between_is_another_one() -> None:
     ranks = {f"{name}.weight": 2 for name in "qkv"}
-    found = principal_directions(Attention(changed=True), ranks, batches)
+    found = principal_directions(attention(changed=True), ranks, batches)
     assert len({id(own.directions) for own in found.values()}) == 3
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_gradients_of_layers_with_one_projection_are_exact(bias: bool) -> None:
-    model = Attention()
+    model = attention()
     for layer in (model.q, model.k, model.v, model.o):
         layer.bias.requires_grad_(bias)
     matrix = torch.linalg.qr(torch.randn(6, 2))[0]
@@ -74,7 +68,7 @@ def test_gradients_of_layers_with_one_projection_are_exact(bias: bool) -> None:
 
 
 def test_one_tensor_is_projected_once_and_not_kept_afterwards() -> None:
-    model = Attention()
+    model = attention()
     matrix = torch.linalg.qr(torch.randn(6, 2))[0]
     one = {f"{name}.weight": Projector(matrix, Side.RIGHT) for name in "qkvo"}
     each = {f"{name}.weight": Projector(matrix.clone(), Side.RIGHT) for name in "qkvo"}

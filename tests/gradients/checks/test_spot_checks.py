@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,20 +12,13 @@ from torch.nn import functional
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import PerSampleEngine, SpotCheckedEngine, make_engine, tolerance_for
 from dp_grape_hf.gradients.checks import spot_checks
+from tests.gradients.functions import Function
 
 
-class Leaks(nn.Module):
+def leaks(m: Any, x: Tensor) -> Tensor:
     """Its head reads another row, later; the gradient of its body is fifty times as long."""
-
-    later = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(64, 1), nn.Linear(64, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        read = x + 0.2 * x.roll(1, 0) if self.later and len(x) > 1 else x
-        return 50 * self.body(x) + self.head(read)
+    read = x + 0.2 * x.roll(1, 0) if m.later and len(x) > 1 else x
+    return 50 * m.body(x) + m.head(read)
 
 
 BODY, HEAD = ({f"{part}.{own}": 1.0 for own in ("weight", "bias")} for part in ("body", "head"))
@@ -44,7 +38,8 @@ def test_a_leak_counts_as_much_as_the_clip_lets_through(
     parts: list[dict[str, float]], noticed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spot_checks, "SHARE", 1.0)
-    model, batch = Leaks(), {"x": torch.randn(3, 64)}
+    model: Any = Function(leaks, body=nn.Linear(64, 1), head=nn.Linear(64, 1), later=False)
+    batch = {"x": torch.randn(3, 64)}
     engine = make_engine("layerwise", model, lambda outputs, labels: outputs.square().sum(1))
     engine(batch, {})
     model.later = True
@@ -56,19 +51,16 @@ def test_a_leak_counts_as_much_as_the_clip_lets_through(
         watched(batch, {})
 
 
-class TreatsSome(nn.Module):
+def treats_some(which: Callable[[int], Tensor]) -> nn.Module:
     """In training, turns the sign of rows that a function of B says."""
 
-    def __init__(self, which: Callable[[int], Tensor]) -> None:
-        super().__init__()
-        self.head, self.which = nn.Linear(4, 1), which
+    def compute(m: Any, x: Tensor) -> Tensor:
+        if m.training:
+            turned = x * (1 - 2 * which(len(x)).float())[:, None]
+            x = functional.dropout(turned, 0.3)
+        return m.head(x)
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.training:
-            turned = input * (1 - 2 * self.which(len(input)).float())[:, None]
-            input = functional.dropout(turned, 0.3)
-        output: Tensor = self.head(input)
-        return output
+    return Function(compute, head=nn.Linear(4, 1))
 
 
 def engine_of(model: nn.Module) -> PerSampleEngine:
@@ -88,20 +80,20 @@ def test_a_model_that_depends_on_row_positions_is_refused(
     which: Callable[[int], Tensor], size: int
 ) -> None:
     with pytest.raises(PrivacyError, match=r"position|couples"):
-        engine_of(TreatsSome(which)).examine({"input": torch.randn(size, 4)}, {})
+        engine_of(treats_some(which)).examine({"x": torch.randn(size, 4)}, {})
 
 
 def test_a_watched_row_may_not_be_treated_by_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """In batches of another size than was examined."""
     monkeypatch.setattr(spot_checks, "SHARE", 1.0)
-    engine = engine_of(TreatsSome(lambda size: (torch.arange(size) % 2 == 1) & (size == 6)))
-    assert engine.examine({"input": torch.randn(7, 4)}, {})
+    engine = engine_of(treats_some(lambda size: (torch.arange(size) % 2 == 1) & (size == 6)))
+    assert engine.examine({"x": torch.randn(7, 4)}, {})
     parts = [dict.fromkeys(("head.weight", "head.bias"), 1.0)]
     watched = SpotCheckedEngine(engine, tolerance_for(engine.model), parts, 0.01, random.Random(0))
 
     def watch() -> None:
         for _ in range(10):  # one of them is of an odd row
-            watched({"input": torch.randn(6, 4)}, {})
+            watched({"x": torch.randn(6, 4)}, {})
 
     with pytest.raises(PrivacyError, match="by its position"):
         watch()

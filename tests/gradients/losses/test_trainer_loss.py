@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.mechanism import Streams
+from tests.gradients.functions import TinyFunctionForSequenceClassification, plain
 from tests.support.models import only
 from tests.support.trainers import (
     TinyForSequenceClassification,
@@ -183,34 +184,32 @@ def test_class_weights_are_noticed_even_if_examples_share_a_class(tmp_path: Path
             trainer.train()
 
 
-class AddsATermForSequenceClassification(TinyForSequenceClassification):
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None) -> Any:
-        outputs = super().forward(x, labels)
-        if labels is not None:
-            outputs["loss"] = outputs["loss"] + 1e-3 * self.head.weight.square().sum()
-        return outputs
+def adds_a_term(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+    outputs = plain(m, x, labels)
+    if labels is not None:
+        outputs["loss"] = outputs["loss"] + 1e-3 * m.head.weight.square().sum()
+    return outputs
 
 
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 def test_a_term_added_to_the_models_loss_is_refused(engine: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=AddsATermForSequenceClassification(), engine=engine)
+    model = TinyFunctionForSequenceClassification(adds_a_term)
+    trainer = make_trainer(tmp_path, model=model, engine=engine)
     assert_refused(trainer, "adds a term to its loss", UnsupportedModelError)
 
 
-class RoundsForSequenceClassification(TinyForSequenceClassification):
+def rounds(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     """Rounds log-probabilities to 16 bits, as torch does on a GPU under autocast."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None) -> Any:
-        outputs = super().forward(x, labels)
-        if labels is not None:
-            rounded = outputs["logits"].float().log_softmax(-1).bfloat16()
-            outputs["loss"] = functional.nll_loss(rounded.float(), labels)
-        return outputs
+    outputs = plain(m, x, labels)
+    if labels is not None:
+        rounded = outputs["logits"].float().log_softmax(-1).bfloat16()
+        outputs["loss"] = functional.nll_loss(rounded.float(), labels)
+    return outputs
 
 
 @pytest.mark.parametrize("bf16", [True, False])
 def test_a_loss_rounded_to_16_bits_passes_only_under_autocast(bf16: bool, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=RoundsForSequenceClassification(), bf16=bf16)
+    trainer = make_trainer(tmp_path, model=TinyFunctionForSequenceClassification(rounds), bf16=bf16)
     with nullcontext() if bf16 else pytest.raises(UnsupportedModelError, match="adds a term"):
         trainer.train()
 
@@ -238,14 +237,10 @@ def test_looking_at_the_models_own_loss_leaves_its_config_alone() -> None:
 
 
 def test_a_model_without_a_loss_is_accepted() -> None:
-    class ForSequenceClassification(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"logits": self.head(x)}
+    class ForSequenceClassification(nn.Linear):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"logits": super().forward(x)}
 
     inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0, 1, 2])}
-    losses, _ = per_sample_gradients(ForSequenceClassification(), inputs)
+    losses, _ = per_sample_gradients(ForSequenceClassification(4, 3), inputs)
     assert losses.shape == (3,)
