@@ -94,37 +94,17 @@ def flattening(compute: Any = flattened) -> nn.Module:
     return Function(compute, table=nn.Embedding(7, WIDTH), **layers)
 
 
-@pytest.mark.parametrize(("batch_size", "positions"), [(1, 5), (5, 5), (2, 8)])
-def test_inputs_flattened_from_samples_and_positions_are_told_apart(
-    batch_size: int, positions: int
-) -> None:
-    projectors = {
-        "up.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
-        "down.weight": Projector(torch.randn(WIDTH, 3), Side.LEFT),
-    }
-    check(flattening(), tokens(batch_size, positions), projectors)
-
-
-def attend(m: Any, x: Tensor) -> Tensor:
-    """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
-    places = torch.arange(x.shape[1])
-    scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
-    hidden = m.table(x)
-    return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
-
-
-def relative_positions() -> nn.Module:
-    return Function(attend, table=nn.Embedding(7, WIDTH), scores=nn.Embedding(9, 1))
-
-
-@pytest.mark.parametrize("batch_size", [3, 5], ids=["three", "as many as positions"])
-def test_a_look_up_without_leading_batch_dimension_is_exact(batch_size: int) -> None:
-    check(relative_positions(), tokens(batch_size, 5))
-
-
 def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
+    def attend(m: Any, x: Tensor) -> Tensor:
+        """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
+        places = torch.arange(x.shape[1])
+        scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
+        hidden = m.table(x)
+        return (hidden @ hidden.transpose(1, 2) + scores).tanh() @ hidden
+
+    model = Function(attend, table=nn.Embedding(7, WIDTH), scores=nn.Embedding(9, 1))
     with pytest.raises(UnsupportedModelError, match=r"for scores\.weight.*couples the rows"):
-        per_sample_gradients(relative_positions(), tokens(3, 1), loss=mean_output)
+        per_sample_gradients(model, tokens(3, 1), loss=mean_output)
 
 
 def shared() -> nn.Module:
@@ -231,25 +211,6 @@ def test_samples_that_run_separately_have_separate_dropout() -> None:
     engine = LayerwiseEngine(looping(drops=True), mean_output)
     inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
     assert engine(inputs, {})[0].unique().numel() == 3
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("leading", [True, False])
-def test_modules_without_rules_compute_shared_values_for_each_sample(
-    leading: bool, batch_size: int
-) -> None:
-    """Where there is no place for the batch, it gives way to the module around it."""
-    positions = Function(
-        lambda m, count: m.rows[None, :count] if leading else m.rows[:count],
-        rows=torch.randn(9, WIDTH),
-    )
-    model = Function(
-        lambda m, x: m.linear(m.table(x) + m.positions(x.shape[1])),
-        table=nn.Embedding(7, WIDTH),
-        linear=nn.Linear(WIDTH, WIDTH),
-        positions=positions,
-    )
-    check(model, tokens(batch_size, 5))
 
 
 def routed() -> nn.Module:

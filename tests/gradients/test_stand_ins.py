@@ -45,36 +45,57 @@ def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
     return (flat * torch.linspace(-1, 1, flat.shape[1])).sum(1) + flat.square().mean(1)
 
 
-def found_and_expected(
-    module: nn.Module, x: Tensor, sides: Sides, engine: str = "functorch"
-) -> tuple[Any, Any]:
-    """Returns what an engine computes, functorch without a look, and what autograd does."""
+def found_and_expected(module: nn.Module, x: Tensor, sides: Sides) -> tuple[Any, Any]:
+    """Returns what functorch computes, without a look at the module, and what autograd does."""
     inputs = {next(iter(signature(module.forward).parameters)): x}
     projectors = make_projectors(module, sides)
-    made = make_engine(engine, module, loss)
-    if engine == "functorch":
-        made.assume_examined(inputs)
-    return made(inputs, projectors), single_sample_gradients(module, inputs, projectors, loss)
+    engine = make_engine("functorch", module, loss)
+    engine.assume_examined(inputs)
+    return engine(inputs, projectors), single_sample_gradients(module, inputs, projectors, loss)
 
 
 # ---- Modules ----
 
 
-def tied() -> nn.Module:
+def linear() -> dict[str, Any]:
+    return {"layer": nn.Linear(N, 4)}
+
+
+def square() -> dict[str, Any]:
+    return {"layer": nn.Linear(N, N)}
+
+
+def table() -> dict[str, Any]:
+    return {"table": nn.Embedding(ROWS, N)}
+
+
+def matrix() -> dict[str, Any]:
+    return {"matrix": torch.randn(N, 4)}
+
+
+def looked_up(m: Any, x: Tensor) -> Tensor:
+    return m.table(x.argmax(-1))
+
+
+def tied() -> dict[str, Any]:
     table, head = nn.Embedding(ROWS, N), nn.Linear(N, ROWS)
     head.weight = table.weight
-    return Function(lambda m, x: m.head(m.table(x.argmax(-1)).tanh()), table=table, head=head)
+    return {"table": table, "head": head}
+
+
+def behind_a_table(m: Any, x: Tensor) -> Tensor:
+    return m.head(looked_up(m, x).tanh())
 
 
 def multiplied_in_place(m: Any, x: Tensor) -> Tensor:
-    output = m.first(x)
+    output = m.layer(x)
     output.mul_(2)
     return m.second(output).add_(1)
 
 
 def hidden_in_place(m: Any, x: Tensor) -> Tensor:
     """Torch makes a view of the output if the input has three dimensions and there is a bias."""
-    hidden = m.layer(m.table(x.argmax(-1)))
+    hidden = m.layer(looked_up(m, x))
     hidden[:, 0] = 0.0
     return hidden
 
@@ -85,97 +106,102 @@ def scaled_by_its_largest(m: Any, x: Tensor) -> Tensor:
     return m.layer(x) + x.tanh() @ (m.layer.weight / scale).T
 
 
-def on_each_side(name: str) -> list[Sides]:
-    return [{}, {name: LEFT}, {name: RIGHT}]
+def multiplied_by_its_table(m: Any, x: Tensor) -> Tensor:
+    hidden = looked_up(m, x)
+    return hidden + (hidden @ m.table.weight.T).tanh() @ m.table.weight
 
 
-MODULES: dict[str, tuple[Callable[[], nn.Module], list[Sides]]] = {
+def flattened(m: Any, x: Tensor) -> Tensor:
+    """Layers see samples and positions as one dimension, as in OPT's feed-forward."""
+    hidden = m.table(x.argmax(-1).flatten()).tanh()
+    return m.layer(m.norm(hidden)).relu().view(*x.shape[:2], 4)
+
+
+def scored_by_positions(m: Any, x: Tensor) -> Tensor:
+    """Adds a table of (T, T) scores to each sample's own scores."""
+    places = torch.arange(T)
+    scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)
+    return (x @ x.transpose(1, 2) + scores).tanh() @ x
+
+
+def rows_for_positions(leading: bool) -> Callable[[], dict[str, Any]]:
+    """A module without a rule, which returns the same for all samples."""
+
+    def compute(m: Any, count: int) -> Tensor:
+        return m.rows[None, :count] if leading else m.rows[:count]
+
+    return lambda: {**square(), "positions": Function(compute, rows=torch.randn(9, N))}
+
+
+def placed(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x + m.positions(x.shape[1]))
+
+
+MODULES: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]], str]] = {
     "linear on four dimensions": (
-        lambda: Function(lambda m, x: m.layer(x[:, None, :, None]), layer=nn.Linear(N, 4)),
-        on_each_side("layer.weight"),
+        lambda m, x: m.layer(x[:, None, :, None]),
+        linear,
+        "layer.weight",
     ),
     "linear on what all samples share": (
-        lambda: Function(lambda m, x: m.layer(torch.eye(N)) @ x.mT[:, :4], layer=nn.Linear(N, 4)),
-        on_each_side("layer.weight"),
+        lambda m, x: m.layer(torch.eye(N)) @ x.mT[:, :4],
+        linear,
+        "layer.weight",
     ),
-    "embedding of positions": (
-        lambda: Function(lambda m, x: m.table(torch.arange(T)) * x, table=nn.Embedding(ROWS, N)),
-        on_each_side("table.weight"),
+    "samples and positions flattened": (
+        flattened,
+        lambda: {**linear(), **table(), "norm": nn.LayerNorm(N)},
+        "layer.weight",
     ),
+    "embedding of positions": (lambda m, x: m.table(torch.arange(T)) * x, table, "table.weight"),
+    "scores of positions": (scored_by_positions, lambda: {"scores": nn.Embedding(9, 1)}, ""),
+    "rows for positions": (placed, rows_for_positions(False), "layer.weight"),
+    "rows for positions, leading": (placed, rows_for_positions(True), "layer.weight"),
     "multi-head attention": (
-        lambda: Function(
-            lambda m, x: m.layer(x, x, x)[0], layer=nn.MultiheadAttention(N, 2, batch_first=True)
-        ),
-        [{}, {"layer.in_proj_weight": RIGHT, "layer.out_proj.weight": LEFT}],
+        lambda m, x: m.layer(x, x, x)[0],
+        lambda: {"layer": nn.MultiheadAttention(N, 2, batch_first=True)},
+        "layer.in_proj_weight",
     ),
-    "tied embedding and head": (tied, on_each_side("table.weight")),
-    "layer called twice": (
-        lambda: Function(lambda m, x: m.layer(m.layer(x).tanh()), layer=nn.Linear(N, N)),
-        on_each_side("layer.weight"),
-    ),
+    "tied embedding and head": (behind_a_table, tied, "table.weight"),
+    "layer called twice": (lambda m, x: m.layer(m.layer(x).tanh()), square, "layer.weight"),
     "weight used by another module": (
-        lambda: Function(
-            lambda m, x: functional.linear(x, m.layer.weight) + m.layer(x) @ m.layer.weight,
-            layer=nn.Linear(N, N),
-        ),
-        on_each_side("layer.weight"),
+        lambda m, x: functional.linear(x, m.layer.weight) + m.layer(x) @ m.layer.weight,
+        square,
+        "layer.weight",
     ),
-    "bare matrix": (
-        lambda: Function(lambda m, x: x @ m.matrix + m.matrix.sum(), matrix=torch.randn(N, 4)),
-        on_each_side("matrix"),
-    ),
+    "bare matrix": (lambda m, x: x @ m.matrix + m.matrix.sum(), matrix, "matrix"),
     "addmm of a matrix": (
-        lambda: Function(
-            lambda m, x: torch.addmm(m.matrix[0], x.flatten(0, 1), m.matrix, alpha=2).unflatten(
-                0, x.shape[:2]
-            ),
-            matrix=torch.randn(N, 4),
-        ),
-        [{}, {"matrix": RIGHT}],
+        lambda m, x: torch.addmm(m.matrix[0], x.flatten(0, 1), m.matrix, alpha=2).view(-1, T, 4),
+        matrix,
+        "matrix",
     ),
     "in-place operations": (
-        lambda: Function(
-            multiplied_in_place, first=nn.Linear(N, 4), second=nn.LayerNorm(4, bias=False)
-        ),
-        on_each_side("first.weight"),
+        multiplied_in_place,
+        lambda: {**linear(), "second": nn.LayerNorm(4, bias=False)},
+        "layer.weight",
     ),
     "an output changed in place": (
-        lambda: Function(hidden_in_place, table=nn.Embedding(ROWS, N), layer=nn.Linear(N, N)),
-        [{}],
+        hidden_in_place,
+        lambda: {**table(), **square()},
+        "layer.weight",
     ),
-    "weight read without gradient": (
-        lambda: Function(scaled_by_its_largest, layer=nn.Linear(N, 4)),
-        on_each_side("layer.weight"),
-    ),
-    "table that is multiplied by as well": (
-        lambda: Function(
-            lambda m, x: (
-                (h := m.table(x.argmax(-1))) + (h @ m.table.weight.T).tanh() @ m.table.weight
-            ),
-            table=nn.Embedding(ROWS, N),
-        ),
-        on_each_side("table.weight"),
-    ),
+    "weight read without gradient": (scaled_by_its_largest, linear, "layer.weight"),
+    "table that is multiplied by as well": (multiplied_by_its_table, table, "table.weight"),
     "layer called with and without samples": (
-        lambda: Function(
-            lambda m, x: m.table(x.argmax(-1)) + m.table(torch.arange(T)[None]),
-            table=nn.Embedding(ROWS, N),
-        ),
-        on_each_side("table.weight"),
+        lambda m, x: looked_up(m, x) + m.table(torch.arange(T)[None]),
+        table,
+        "table.weight",
     ),
     "weight whose type is read": (
-        lambda: Function(
-            lambda m, x: m.layer(x.to(m.layer.weight.dtype)) * float(m.layer.weight.requires_grad),
-            layer=nn.Linear(N, 4),
-        ),
-        [{"layer.weight": RIGHT}],
+        lambda m, x: m.layer(x.to(m.layer.weight.dtype)) * float(m.layer.weight.requires_grad),
+        linear,
+        "layer.weight",
     ),
 }
-EACH = [
-    pytest.param(make, sides, id=f"{name}-{'-'.join(s.value for s in sides.values()) or 'whole'}")
-    for name, (make, several) in MODULES.items()
-    for sides in several
-]
+
+
+def on_each_side(name: str) -> list[Sides]:
+    return [{}, {name: LEFT}, {name: RIGHT}] if name else [{}]
 
 
 def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -188,32 +214,39 @@ def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> n
     return module
 
 
-def samples(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(B, T, N, generator=torch.Generator().manual_seed(2)).to(dtype)
+def samples(dtype: torch.dtype = torch.float32, count: int = B) -> Tensor:
+    return torch.randn(count, T, N, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
 # ---- The value and the derivative ----
 
 
-@pytest.mark.parametrize(("make", "sides"), EACH)
+@pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_derivative_is_that_of_autograd(
-    make: Callable[[], nn.Module], sides: Sides, engine: str
-) -> None:
-    results, (expected_losses, expected) = found_and_expected(made(make), samples(), sides, engine)
-    losses, gradients = results
-    torch.testing.assert_close(losses, expected_losses)
-    assert all(gradient.abs().sum() > 0 for gradient in expected.values())
-    assert relative_error(dense(gradients, B), expected) < 1e-5
+def test_the_derivative_is_that_of_autograd(name: str, engine: str) -> None:
+    """Also for as many samples as positions."""
+    compute, parts, weight = MODULES[name]
+    for sides in on_each_side(weight):
+        module = made(lambda: Function(compute, **parts()))
+        projectors, computes = make_projectors(module, sides), make_engine(engine, module, loss)
+        for x in (samples(), samples(count=T), samples(count=1)):
+            losses, gradients = computes({"x": x}, projectors)
+            exact = single_sample_gradients(module, {"x": x}, projectors, loss)
+            torch.testing.assert_close(losses, exact[0])
+            assert all(gradient.abs().sum() > 0 for gradient in exact[1].values())
+            assert relative_error(dense(gradients, len(x)), exact[1]) < 1e-5
+
+
+def tied_model() -> nn.Module:
+    return Function(behind_a_table, **tied())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("make", [lambda: Conv1D(4, N), lambda: nn.LayerNorm(N), tied])
+@pytest.mark.parametrize("make", [lambda: Conv1D(4, N), lambda: nn.LayerNorm(N), tied_model])
 def test_gradients_are_float32_whatever_the_dtype_of_the_weights(
     make: Callable[[], nn.Module], dtype: torch.dtype
 ) -> None:
-    matrix = next((n for n, p in make().named_parameters() if p.dim() == 2), None)
-    for sides in [{}] if matrix is None else on_each_side(matrix):
+    for sides in on_each_side(next((n for n, p in make().named_parameters() if p.dim() == 2), "")):
         (_, gradients), (_, expected) = found_and_expected(made(make, dtype), samples(dtype), sides)
         found = dense(gradients, B)
         assert all(value.dtype is torch.float32 for value in found.values())
