@@ -1,6 +1,6 @@
 """Render the tables of checks: models, transformers' own tests, and its example scripts.
 
-``python -m tests.models.matrix``, ``tests.host`` and ``tests.scripts`` write the results.
+``python -m tests.models.matrix`` and ``tests.host`` write the first two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recipes.common.markdown import plain, table
 EXACT = ("full", "projected")
 """Conditions of the summary: those in float32 that every row has."""
 ENGINES = ("layerwise", "functorch")  # the default one first
-TRAINED, REFUSED, FAILED = "trained", "refused", "failed"
+TRAINED = "trained"  # outcome of a script
 EXAMPLE = "example"  # the unit of a run in which each row is one
 _HEADS = re.compile(r"; known heads end with [^.]*| Known are the heads [^.]*\.")  # long lists
 

@@ -1,7 +1,8 @@
-"""A script becomes private by its imports, trains, and says when its rows are not examples."""
+"""``dp-grape convert`` makes a script private by its imports, and the script trains."""
 
 import json
-import textwrap
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,18 +10,12 @@ import pytest
 from dp_grape_hf.cli.convert import converted
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from recipes.report.checks import FAILED, REFUSED, TRAINED, converted_scripts
-from tests.scripts.__main__ import CASES, keep_ids, parse
-from tests.scripts.materials import MODELS, save_model, save_rows
-from tests.scripts.provided import run
+from tests.support.sft import WORDS, llama, tokenizer
 
 SCRIPT = '''
 """Classifies sentences, as many a script does."""
-import sys
 from dataclasses import dataclass
 
-import evaluate
-import numpy as np
 from datasets import load_dataset
 from transformers import (
     AutoModelForSequenceClassification,
@@ -44,16 +39,13 @@ def main():
     texts = load_dataset("json", data_files=files, cache_dir="cache")
     tokenizer = AutoTokenizer.from_pretrained(data.model_name_or_path)
     texts = texts.map(lambda rows: tokenizer(rows["sentence"]), batched=True)
-    metric = evaluate.load("accuracy")
     trainer = OwnTrainer(
         AutoModelForSequenceClassification.from_pretrained(data.model_name_or_path),
         args,
         train_dataset=texts["train"],
         eval_dataset=texts["validation"],
         processing_class=tokenizer,
-        compute_metrics=lambda found: metric.compute(
-            predictions=np.argmax(found.predictions, axis=1), references=found.label_ids
-        ),
+        compute_metrics=lambda p: {"accuracy": (p.predictions.argmax(1) == p.label_ids).mean()},
     )
     trainer.save_metrics("train", trainer.train().metrics)
     trainer.save_model()
@@ -74,13 +66,13 @@ class OwnTrainer(Trainer):
 OPTIONS = (
     "--train_file train.json --validation_file validation.json --model_name_or_path model "
     "--output_dir out --max_steps 2 --save_strategy no --report_to none --use_cpu "
-    "--disable_tqdm True"
+    "--disable_tqdm True --eps 8 --delta 1e-3 --accountant rdp"
 )
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A script of one's own with a module beside it, a model and data."""
+    """A script of one's own with a module beside it."""
     (tmp_path / "run_own.py").write_text(SCRIPT)
     (tmp_path / "own_trainer.py").write_text(BESIDE)
     monkeypatch.chdir(tmp_path)
@@ -89,33 +81,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_converted_script_trains_privately(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_model("bert", folder / "model")
-    save_rows("classified", folder)
-    assert main(["convert", str(folder / "run_own.py"), "--write"]) == 0
-    found = run(
-        Path("run_own.py"), [*OPTIONS.split(), *"--eps 8 --delta 1e-3 --accountant rdp".split()]
-    )
-    assert found == {"outcome": TRAINED, "reason": None, "warnings": [], "provided": ["metric"]}
+def test_a_converted_script_trains_privately(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama().save_pretrained("model")
+    tokenizer().save_pretrained("model")
+    for split, count, words in (("train", 240, 4), ("validation", 12, 5)):
+        texts = [" ".join(WORDS[i % 20 :][:words]) for i in range(count)]
+        rows = [{"sentence": text, "label": i % 2} for i, text in enumerate(texts)]
+        (folder / f"{split}.json").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["convert", "run_own.py", "--write"]) == 0
+    monkeypatch.setattr(sys, "argv", ["run_own.py", *OPTIONS.split()])
+    monkeypatch.syspath_prepend(folder)
+    runpy.run_path("run_own.py", run_name="__main__")
     ledger = Ledger.load(folder / "out" / LEDGER_NAME)
     assert ledger.mechanism.num_samples == 240
+    assert ledger.private
+    assert ledger.steps == 2
     metrics = json.loads((folder / "out" / "all_results.json").read_text())
     assert 0 <= metrics["eval_accuracy"] <= 1
-
-
-def test_what_a_run_says_is_told_apart(folder: Path) -> None:
-    script = folder / "said.py"
-    for text, outcome, reason in (
-        ("import sys; assert sys.argv[1:] == ['a', 'b']", TRAINED, None),
-        ("from dp_grape_hf import PrivacyError; raise PrivacyError('no')", REFUSED, "no"),
-        ("raise KeyError('key')", FAILED, "KeyError: 'key'"),
-        ("import sys; sys.exit(3)", FAILED, "SystemExit: 3"),
-    ):
-        script.write_text(text)
-        found = run(script, ["a", "b"])
-        assert (found["outcome"], found["reason"]) == (outcome, reason)
 
 
 def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,37 +162,3 @@ def test_a_script_that_cannot_be_read_is_an_error(
         (tmp_path / "run.py").write_text(text)
     assert main(["convert", str(tmp_path / "run.py")]) == 2
     assert reason in capsys.readouterr().err
-
-
-def test_rows_keep_the_ids_of_what_they_are_cut_from() -> None:
-    source = """\
-    def prepare(examples):
-        parts = tokenize(examples)
-        origin = parts.pop("overflow_to_sample_mapping")
-        return parts
-    """
-    names = {"tokenize": lambda examples: {"overflow_to_sample_mapping": [0, 0, 1]}}
-    exec(keep_ids(textwrap.dedent(source)), names)
-    assert names["prepare"]({"id": "ab"}) == {"example_id": ["a", "a", "b"]}  # type: ignore[operator]
-    assert keep_ids("x = 1\n") == "x = 1\n"
-
-
-def test_cases_name_what_there_is_and_are_told_apart() -> None:
-    assert {case.model for case in CASES} == MODELS.keys()
-    assert len({str(case) for case in CASES}) == len(CASES) >= 12
-    assert parse(["--examples", "x", "--only", "run_glue"]).only == ["run_glue"]
-
-
-def test_a_row_says_what_became_of_a_script() -> None:
-    trained = {"outcome": TRAINED, "reason": None, "warnings": ["rows: and more"], "provided": []}
-    spent = {"lines": [2, 1], "epsilon": 7.9912, "units": 240, "privacy_unit": "example"}
-    refused = {"outcome": REFUSED, "reason": "The loss: it is.", "warnings": [], "lines": [1, 1]}
-    table = converted_scripts(
-        [
-            {"script": "run_a", "as_it_is": trained, "private": trained | spent},
-            {"script": "run_b", "as_it_is": trained, "private": refused | {"provided": ["metric"]}},
-        ]
-    )
-    assert "| run_a | -2 +1 | trained | ε = 7.991 for 240 rows [1] |  |" in table
-    assert "| run_b | -1 +1 | trained | refused [2] | metric |" in table
-    assert "\n1. rows: and more\n2. The loss: it is." in table

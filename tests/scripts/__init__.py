@@ -1,1 +1,0 @@
-"""The example scripts of transformers, converted by ``dp-grape convert`` and run."""
