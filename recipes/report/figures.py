@@ -1,17 +1,13 @@
-"""Draw the paper's seven figures, or scores of any sweep.
+"""Draw the paper's seven figures (``figures.yaml``) from the committed results.
 
     python -m recipes.report.figures
-    python -m recipes.report.figures --results runs/sweep --output_dir runs/figures
 
-Without ``--results``, the paper's figures (``figures.yaml``) are drawn from the committed results,
-as vectors and as PNG, on white, so that they can be read on dark pages too. A panel without results
-says that it was not run. With ``--results``, scores are drawn at the budgets of each sweep below
-the folders, or over the numbers of examples.
+They are vectors and PNG, on white, so that they can be read on dark pages too. A panel without
+results says that it was not run.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -40,23 +36,11 @@ FIGURES: Sequence[Spec] = yaml.safe_load(
 )
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main() -> None:
     """Draw what there are data for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--results", type=Path, nargs="+", default=[], help="folders of sweeps")
-    parser.add_argument("--output_dir", type=Path, default=RESULTS / "figures")
-    options = parser.parse_args(argv)
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    for wanted in () if options.results else FIGURES:
+    for wanted in FIGURES:
         for ending in ("svg", "png"):
-            _save(drawn(wanted, Path()), options.output_dir / f"{wanted['stem']}.{ending}")
-    paths = [path for folder in options.results for path in sorted(folder.rglob("sweep.json"))]
-    for path in dict.fromkeys(paths):
-        name, found = path.parent.name, _read(path)
-        kind = "n" if numbers_of_examples(found) else "epsilon"
-        figure = (accuracy_against_examples if kind == "n" else accuracy_against_epsilon)(found)
-        figure.suptitle(name)
-        _save(figure, options.output_dir / f"accuracy_against_{kind}-{name}.png")
+            _save(drawn(wanted, Path()), RESULTS / "figures" / f"{wanted['stem']}.{ending}")
 
 
 def _save(figure: Figure, path: Path) -> None:
@@ -70,39 +54,9 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-# ---- Scores of a sweep ----
-
-
-def accuracy_against_epsilon(summary: Mapping[str, Any]) -> Figure:
-    """Return the score that each budget buys, by row, with a panel for each task."""
-    panels = {task: _scores(rows) for task, rows in summary["tasks"].items()}
-    return draw(panels, "", ("ε", "test score, %"), ("log", "linear"))
-
-
 def _scores(rows: Mapping[str, Any]) -> Lines:
     found = {row: {float(e): score for e, score in v["scores"].items()} for row, v in rows.items()}
     return {row: points for row, points in found.items() if points}
-
-
-def numbers_of_examples(summary: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return on how many examples each task trains, if the tasks differ in that."""
-    tasks = summary["config"].get("tasks", {"": {}})
-    found = {task: settings.get("train_examples") for task, settings in tasks.items()}
-    return found if None not in found.values() else None
-
-
-def accuracy_against_examples(summary: Mapping[str, Any]) -> Figure:
-    """Return the score that N examples buy, a line for each budget and a panel for each row."""
-    numbers, panels = numbers_of_examples(summary) or {}, dict[str, dict[str, Any]]()
-    for task, rows in summary["tasks"].items():
-        for row, points in _scores(rows).items():
-            for epsilon, score in points.items():
-                line = panels.setdefault(row, {}).setdefault(f"ε = {epsilon:g}", {})
-                line[float(numbers[task])] = score
-    return draw(panels, "", ("examples", "test score, %"), ("log", "linear"))
-
-
-# ---- The paper's ----
 
 
 def drawn(wanted: Spec, root: Path) -> Figure:

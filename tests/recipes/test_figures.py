@@ -4,21 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from recipes.common.plots import draw
-from recipes.report import figures
 from recipes.report.__main__ import ROOT
-from recipes.report.figures import (
-    FIGURES,
-    RESULTS,
-    accuracy_against_epsilon,
-    accuracy_against_examples,
-    drawn,
-    state,
-)
+from recipes.report.figures import FIGURES, RESULTS, drawn, state
 
 
 def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
@@ -36,64 +27,6 @@ def panels(figure: Figure) -> dict[str, Axes]:
     found = {panel.get_title(): panel for panel in figure.axes if panel.axison}
     assert all(panel.get_xlabel() and panel.get_ylabel() for panel in found.values())
     return found
-
-
-SUMMARY = {
-    "config": {"final": {"epsilons": [2, 6]}},
-    "tasks": {
-        "SST-2": {
-            "DP-GRAPE": {"scores": {"6": [91.0, 1.0, 2], "2": [81.0, None, 1]}},
-            "Adam": {"scores": {"inf": [95.0, None, 1]}},
-            "DPZero": {"scores": {}},
-        },
-        "RTE": {"DP-GRAPE": {"scores": {"6": [70.0, None, 1]}}},
-    },
-}
-
-
-def test_accuracy_over_epsilon_has_means_errors_and_non_private_runs() -> None:
-    found = panels(accuracy_against_epsilon(SUMMARY))
-    assert list(found) == ["SST-2", "RTE"]
-    assert lines(found["RTE"]) == {"DP-GRAPE": ([6.0], [70.0])}
-    assert lines(found["SST-2"])["DP-GRAPE"] == ([2.0, 6.0], [81.0, 91.0])
-    assert lines(found["SST-2"])["Adam"][1] == [95.0, 95.0]
-    (bars,) = (c for c in found["SST-2"].collections if hasattr(c, "get_segments"))
-    assert [tuple(segment[:, 1]) for segment in bars.get_segments()] == [(81, 81), (90, 92)]
-
-
-SIZES = {
-    "config": {
-        "final": {"epsilons": [2, 6]},
-        "tasks": {"few": {"train_examples": 300}, "many": {"train_examples": 20000}},
-    },
-    "tasks": {
-        "few": {"DP-GRAPE": {"scores": {"6": [40.0, None, 1], "2": [30.0, None, 1]}}},
-        "many": {"DP-GRAPE": {"scores": {"6": [80.0, None, 1], "2": [75.0, None, 1]}}},
-    },
-}
-
-
-def test_accuracy_against_examples_has_a_line_for_each_budget() -> None:
-    found = panels(accuracy_against_examples(SIZES))
-    assert list(found) == ["DP-GRAPE"]
-    assert lines(found["DP-GRAPE"]) == {
-        "ε = 6": ([300.0, 20000.0], [40.0, 80.0]),
-        "ε = 2": ([300.0, 20000.0], [30.0, 75.0]),
-    }
-
-
-def test_figures_are_files_and_other_results_are_passed_over(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    names = {**{"text/sweep.json": SUMMARY, "n/sweep.json": SIZES}, "b/other.json": {"a": 1}}
-    for name, found in names.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(found))
-    figures.main(["--results", str(tmp_path), "--output_dir", str(tmp_path / "out")])
-    stems = "accuracy_against_n-n", "accuracy_against_epsilon-text"
-    written = [tmp_path / "out" / f"{stem}.png" for stem in stems]
-    assert [Path(line) for line in capsys.readouterr().out.splitlines()] == written
-    assert all(picture.read_bytes()[:4] == b"\x89PNG" for picture in written)
 
 
 def words(panel: Axes) -> list[str]:
@@ -128,7 +61,9 @@ def test_the_papers_figures_show_results_where_there_are_some(tmp_path: Path) ->
     sweep_of(tmp_path, "printed_roberta", {"SST-2": grape}, runs)
     ranks = {"r = 4": {"scores": {"6": [85.0, None, 1]}}}
     sweep_of(tmp_path, "printed_roberta_rank", {"SST-2": ranks})
-    sweep_of(tmp_path, "printed_vit", {"MNIST": {"DP-GRAPE": {"scores": {"8": [81.0, None, 1]}}}})
+    vit_scores = {"DP-GRAPE": {"8": [81.0, None, 1]}, "Adam": {"inf": [95.0, None, 1]}, "MeZO": {}}
+    vit_rows = {row: {"scores": scores} for row, scores in vit_scores.items()}
+    sweep_of(tmp_path, "printed_vit", {"MNIST": vit_rows})
     memory = tmp_path / RESULTS / "memory" / "vit-base.json"
     memory.parent.mkdir()
     memory.write_text(json.dumps({"memory_curves": {"AdamW": {"50": 10**9, "200": 4 * 10**9}}}))
@@ -138,12 +73,16 @@ def test_the_papers_figures_show_results_where_there_are_some(tmp_path: Path) ->
         "ε = 6": ([4.0, 16.0], [85.0, 93.0]),
         "ε = 2": ([16.0], [91.0]),
     }
+    bars = [c.get_segments() for c in ablation["SST-2"].collections]
+    assert [tuple(bar[:, 1]) for bar in bars[0]] == [(85.0, 85.0), (92.5, 93.5)]
     assert words(ablation["SST-2"]) == [""]
     assert words(ablation["TREC"]) == ["not run"]
     steps = lines(pictures["roberta_convergence"]["SST-2, ε = 6"])
     assert steps == {"DP-GRAPE": ([50.0, 100.0], [80.0, 90.0])}
     vit = lines(pictures["vit_accuracy"]["MNIST"])
     assert vit["DP-GRAPE"] == ([8.0], [81.0])
+    assert vit["Adam"][1] == [95.0, 95.0]  # not private: a line across the panel
+    assert "MeZO" not in vit
     assert vit["the paper: DP-GRAPE"][1] == [63.9, 71.7, 76.5, 80.9]
     assert lines(pictures["vit_memory"]["ViT-Base"]) == {"AdamW": ([50.0, 200.0], [1.0, 4.0])}
     assert words(pictures["vit_memory"]["ViT-Base"]) == ["simulated"]
