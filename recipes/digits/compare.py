@@ -1,33 +1,29 @@
 """Compare the accuracy, time and memory of all methods on the same data, budgets and steps.
 
-    python -m recipes.digits.compare --output_dir runs/compare --jobs 2
+    python -m recipes.digits.compare --output_dir runs/compare
 
 ``recipes/digits/compare.yaml`` defines the runs, and ``chosen.yaml`` (``--config``) a run without a
 search. If a row has a grid of learning rates, the recipe searches it once, at one budget and with
 another seed, on a held-out part of the training data. The final runs train on all training data and
 are tested once. Epsilon does not cover the search; the recipe prints its number of runs. Each
-finished run is a line of ``runs.jsonl``, so you can interrupt and restart the recipe. Hardware: two
-CPU cores, half an hour.
+finished run is a line of ``runs.jsonl``, so you can interrupt and restart the recipe. Hardware: a
+CPU core, an hour.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from sklearn.model_selection import train_test_split
 from transformers import set_seed
-from transformers.utils import logging
 
 from dp_grape_hf import DPGrapeTrainer
 from recipes.common import markdown
@@ -48,9 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--config", type=Path, default=CONFIG, help="file that defines the runs")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/compare"))
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     options = parser.parse_args(argv)
-    runs = Digits(read(options.config), options.output_dir, options.jobs)
+    runs = Digits(read(options.config), options.output_dir)
     for stage in (runs.search, runs.final):
         runs.complete(stage())
     record = summary(runs)
@@ -64,56 +59,35 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 class Digits(Sweep):
-    """The runs of a file such as ``compare.yaml``, in this process or in ``jobs`` processes."""
-
-    def __init__(self, config: Mapping[str, Any], folder: Path, jobs: int = 1) -> None:
-        super().__init__(config, folder, jobs)
-        context = multiprocessing.get_context("spawn")
-        threads = max(1, torch.get_num_threads() // jobs)
-        self._processes = ProcessPoolExecutor(jobs, context, _start, (threads,))
+    """The runs of a file such as ``compare.yaml``, in this process."""
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        """Train a cell."""
-        return train(cell) if self.jobs == 1 else self._processes.submit(train, cell).result()
-
-
-def _start(threads: int) -> None:
-    torch.set_num_threads(threads)
-    logging.set_verbosity_error()
-
-
-def train(cell: Cell) -> dict[str, Any]:
-    """Train once; return accuracy, epsilon spent, seconds and bytes."""
-    options = dict(cell.settings)
-    held_out = options.pop("held_out", False)
-    examples, scored = load_data()
-    if held_out:
-        examples, scored = train_test_split(examples, test_size=HELD_OUT, random_state=cell.seed)
-    set_seed(cell.seed)
-    model = with_adapter(build_model(), options["method"], LORA_RANK, head=["classifier"])
-    with tempfile.TemporaryDirectory() as folder:
-        args = PaperArguments(
-            **options,
-            output_dir=folder,
-            target_epsilon=cell.epsilon,
-            seed=cell.seed,
-            projection_seed=cell.seed,
-        )
-        trainer = DPGrapeTrainer(model, args, train_dataset=examples)
-        start = time.process_time()  # processor time, as several runs share the machine
-        trainer.train()
-        seconds = time.process_time() - start
-    spent = trainer.privacy_spent()
-    run = trainer.private_run
-    shapes = run.per_sample.released_shapes(run.projectors_at(0))
-    accuracy = accuracy_of(trainer.model, scored)
-    return {
-        "metrics": {"dev" if held_out else "test": {"accuracy": accuracy}},
-        "epsilon": None if math.isinf(spent.epsilon) else spent.epsilon,
-        "seconds": seconds,
-        "release_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
-        "state_bytes": trainer.optimizer.optimizer.state_bytes(),
-    }
+        """Train once; return accuracy, epsilon spent, seconds and bytes."""
+        options, seed = dict(cell.settings), cell.seed
+        held_out = options.pop("held_out", False)
+        examples, scored = load_data()
+        if held_out:
+            examples, scored = train_test_split(examples, test_size=HELD_OUT, random_state=seed)
+        set_seed(seed)
+        model = with_adapter(build_model(), options["method"], LORA_RANK, head=["classifier"])
+        with tempfile.TemporaryDirectory() as folder:
+            options |= {"target_epsilon": cell.epsilon, "seed": seed, "projection_seed": seed}
+            args = PaperArguments(**options, output_dir=folder)
+            trainer = DPGrapeTrainer(model, args, train_dataset=examples)
+            start = time.process_time()  # processor time, as several runs share the machine
+            trainer.train()
+            seconds = time.process_time() - start
+        spent = trainer.privacy_spent()
+        run = trainer.private_run
+        shapes = run.per_sample.released_shapes(run.projectors_at(0))
+        accuracy = accuracy_of(trainer.model, scored)
+        return {
+            "metrics": {"dev" if held_out else "test": {"accuracy": accuracy}},
+            "epsilon": None if math.isinf(spent.epsilon) else spent.epsilon,
+            "seconds": seconds,
+            "release_bytes": 4 * sum(math.prod(shape) for shape in shapes.values()),
+            "state_bytes": trainer.optimizer.optimizer.state_bytes(),
+        }
 
 
 # ---- Rendering ----
