@@ -4,11 +4,10 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import reduce
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,45 +16,25 @@ from dp_grape_hf import DPGrapeTrainingArguments
 from recipes.site import messages
 from recipes.site.links import ROOT, in_repository, repository, with_links
 
-CODE = {"code", "pre", "script", "style"}
-NO_END = {"img", "link", "meta", "input", "br", "hr"}
-
 
 @dataclass
-class Html(HTMLParser):
-    """What a page of the site has for names, loads and says; mkdocs itself checks its links."""
+class Html:
+    """A page of the site; mkdocs itself checks its links."""
 
     text: str
-    ids: set[str] = field(default_factory=set)
-    loaded: list[str] = field(default_factory=list)
-    comments: list[str] = field(default_factory=list)
-    prose: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        super().__init__()
-        self._open: list[str] = []
-        self.feed(self.text)
+        from bs4 import BeautifulSoup, Comment  # comes with mkdocs, as nbconvert needs it
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = {name: value or "" for name, value in attrs}
-        if tag not in NO_END:
-            self._open.append(tag)
-        self.ids |= {given["id"]} if "id" in given else set()
-        if tag in ("img", "script") and "src" in given:
-            self.loaded.append(given["src"])
-        if tag == "link" and given["rel"] in ("stylesheet", "icon", "preload"):
-            self.loaded.append(given["href"])
-
-    def handle_endtag(self, tag: str) -> None:
-        while self._open and self._open.pop() != tag:
-            pass
-
-    def handle_data(self, data: str) -> None:
-        if not CODE & {*self._open}:
-            self.prose.append(data)
-
-    def handle_comment(self, data: str) -> None:
-        self.comments.append(data)
+        soup = BeautifulSoup(self.text, "html.parser")
+        self.ids = {tag["id"] for tag in soup.find_all(id=True)}
+        self.loaded = [tag["src"] for tag in soup.find_all(["img", "script"], src=True)]
+        kinds = ("stylesheet", "icon", "preload")
+        self.loaded += [tag["href"] for tag in soup.find_all("link", rel=kinds)]
+        self.comments = soup.find_all(string=lambda text: isinstance(text, Comment))
+        for tag in soup.find_all(["code", "pre", "script", "style"]):
+            tag.extract()
+        self.prose = soup.get_text()
 
 
 Site = tuple[Path, dict[Path, Html]]
@@ -79,18 +58,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
     return folder, pages
 
 
-def place_of(target: str, page: Path, folder: Path) -> Path:
-    """The file that a link or a picture of a page leads to."""
-    path = unquote(urlsplit(target).path)
-    place = folder / path[1:] if path.startswith("/") else page.parent / path if path else page
-    place = place.resolve()
-    return place / "index.html" if place.is_dir() else place
-
-
-def is_elsewhere(target: str) -> bool:
-    return bool(urlsplit(target).scheme or urlsplit(target).netloc)
-
-
 # ---- The site ----
 
 
@@ -99,7 +66,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Site) -> None:
     folder, pages = site
     loaded = {target for html in pages.values() for target in html.loaded}
     assert loaded
-    assert not {target for target in loaded if is_elsewhere(target)}
+    assert not {target for target in loaded if urlsplit(target)[:2] != ("", "")}
     for page, html in pages.items():
         # The theme's script asks api.github.com for the stars of a link with this mark.
         assert 'data-md-component="source"' not in html.text, page
@@ -113,7 +80,7 @@ def test_no_page_of_the_site_shows_a_comment(site: Site) -> None:
     for page, html in pages.items():
         ours = [comment for comment in html.comments if not comment.startswith("! Font Awesome")]
         assert not ours, page
-        assert "<!--" not in "".join(html.prose), page
+        assert "<!--" not in html.prose, page
 
 
 @pytest.mark.slow
@@ -130,7 +97,7 @@ def test_an_alert_of_github_is_an_admonition(site: Site) -> None:
     title = '<p class="admonition-title">Warning</p>'
     assert f'<div class="admonition warning">\n{title}' in pages[folder / "index.html"].text
     for page, html in pages.items():
-        assert "[!" not in "".join(html.prose), page
+        assert "[!" not in html.prose, page
 
 
 @pytest.mark.slow
@@ -141,7 +108,7 @@ def test_a_formula_is_mathml(site: Site) -> None:
     text = pages[folder / "dp_grape_hf/choosing/index.html"].text
     assert re.search(r'<span class="arithmatex"><math [^>]*display="inline".*?<msqrt>', text)
     for page, html in pages.items():
-        said = "".join(html.prose)
+        said = html.prose
         assert not re.search(r"\\[a-z]+\{|\\[(\[]", said), page
 
 
@@ -152,7 +119,7 @@ def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> Non
     found = {entry["location"]: entry["title"] + entry["text"] for entry in index["docs"]}
     for location in found:
         path, _, anchor = location.partition("#")
-        html = pages[place_of(path, folder / "index.html", folder)]
+        html = pages[folder / path / "index.html"]
         assert not anchor or anchor in html.ids, location
     searched = {folder / page / "index.html" for page in found if "#" not in page}
     for page in pages:
@@ -168,7 +135,7 @@ def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> Non
 def test_the_reference_has_every_option_with_its_help(site: Site) -> None:
     folder, pages = site
     html = pages[folder / "reference/arguments/index.html"]
-    said = " ".join("".join(html.prose).split())
+    said = " ".join(html.prose.split())
     for option in fields(DPGrapeTrainingArguments):
         if option.name in DPGrapeTrainingArguments.__mro__[1].__annotations__:
             assert option.name in html.ids

@@ -224,45 +224,39 @@ class UsesElsewhere(nn.Module):
         return self.scale * hidden
 
 
-def recurrent() -> nn.Module:
-    return Function(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(4, 3, batch_first=True))
-
-
-def attention() -> nn.Module:
-    """Has a fast path for evaluation, and reads the weight of a module that it does not call."""
-    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.5)
-    return Function(lambda m, x: m.layer(x).mean(1), layer=layer)
-
-
 class OwnFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
         return input @ weight
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        return None, None
-
-
-def by_own_function() -> nn.Module:
-    layer = nn.Linear(4, 4, bias=False)
-    return Function(lambda m, x: OwnFunction.apply(x, m.layer.weight).mean(1), layer=layer)
-
 
 WORDS = torch.tensor([[0, 1, 2], [2, 3, 3], [4, 1, 0]])
 VECTORS = torch.linspace(-1, 1, 36).view(3, 3, 4)
+USES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "elsewhere": (UsesElsewhere, WORDS),
+    "recurrent": (
+        lambda: Function(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(4, 3, batch_first=True)),
+        VECTORS,
+    ),
+    # with a fast path for evaluation, which reads the weight of a module that it does not call
+    "attention": (
+        lambda: Function(
+            lambda m, x: m.layer(x).mean(1),
+            layer=nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.5),
+        ),
+        VECTORS,
+    ),
+    "own function": (
+        lambda: Function(
+            lambda m, x: OwnFunction.apply(x, m.layer.weight).mean(1),
+            layer=nn.Linear(4, 4, bias=False),
+        ),
+        VECTORS,
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "x"),
-    [
-        (UsesElsewhere, WORDS),
-        (recurrent, VECTORS),
-        (attention, VECTORS),
-        (by_own_function, VECTORS),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
+@pytest.mark.parametrize(("make", "x"), USES.values(), ids=USES)
 def test_every_use_of_a_weight_is_moved_alike(make: Callable[[], nn.Module], x: Tensor) -> None:
     torch.manual_seed(0)
     model = make().double()
@@ -349,19 +343,6 @@ def test_directions_that_fit_into_memory_are_drawn_once_a_step(
             assert sum(z.numel() for z in engine.directions._kept.values()) <= kept
         results.append(trained.weight)
     assert all(torch.equal(result, results[0]) for result in results)
-
-
-def test_the_weights_are_restored_when_a_pass_fails() -> None:
-    model, inputs = small_model(), small_batch(3)
-    engine = small_engine(model)
-    engine.use(0)
-    engine(inputs, {})
-    before = snapshot(model)
-    bad = {"input": inputs["input"][:, :2], "labels": inputs["labels"]}
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        engine(bad, {})
-    assert_untouched(model, before)
-    assert model.training
 
 
 # ---- Coupled samples ----
