@@ -171,7 +171,7 @@ def _failing(**how: Any) -> Callable[[Hub, pytest.MonkeyPatch], None]:
 
 
 FAILURES: dict[str, tuple[Callable[[Hub, pytest.MonkeyPatch], None], str]] = {
-    "401": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "Client error '401"),
+    "401": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "NotFoundError: 401"),
     "503": (_failing(status=503), "HfHubHTTPError: Server error"),
     "no connection": (_failing(), "RemoteProtocolError"),
     "no such repository": (lambda hub, patch: hub.repos.clear(), "RepositoryNotFoundError: 404"),

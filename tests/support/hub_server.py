@@ -1,8 +1,8 @@
-"""A Hub of one process: what huggingface_hub's client needs to publish a model and to read it back.
+"""A Hub in memory: what huggingface_hub's client needs to publish a model and to read it back.
 
-It listens on the loopback interface and keeps everything in memory. Requests are kept as they
-came, so that a test can look for what should not have been sent. A file is large, and goes by the
-LFS protocol, as on the Hub: if its name says that it holds weights.
+It stands in the place of the client's network. Requests are kept as they came, so that a test can
+look for what should not have been sent. A file is large, and goes by the LFS protocol, as on the
+Hub: if its name says that it holds weights.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from typing import Any
 
 import huggingface_hub
@@ -27,6 +28,8 @@ from huggingface_hub.utils import _http
 
 Answer = tuple[int, Any, dict[str, str]]  # status, content, headers
 
+HTTP: Any = sys.modules[type(_http.default_client_factory()).__module__.partition(".")[0]]
+"""The HTTP library of the client: httpx, or its successor."""
 TOKEN, USER = "hf_of_the_tests", "tester"
 _LARGE = re.compile(r"\.(safetensors|bin|pt|pth|model|h5)$")
 _API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
@@ -76,12 +79,14 @@ class Fault:
     times: int = 1
     after: bool = False
 
+    def meets(self, method: str, path: str) -> bool:
+        return self.times > 0 and method == self.method and bool(re.search(self.pattern, path))
+
 
 @dataclass
 class Hub:
     """The state of the server, which tests read and set."""
 
-    url: str = ""
     repos: dict[str, Repo] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)  # by SHA-256
     requests: list[Request] = field(default_factory=list)
@@ -116,39 +121,24 @@ class Hub:
 
 
 @contextmanager
-def serve() -> Iterator[Hub]:
-    """Runs a Hub on a free port of the loopback interface."""
-    hub = Hub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        hub.hold.set()
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-@contextmanager
 def serve_as_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """Runs a Hub that huggingface_hub's client takes for the real one; it never waits to retry."""
-    for name in ("HF_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    with serve() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(_http, "time", _NoWaiting())
-        huggingface_hub.close_session()
-        yield hub
-        huggingface_hub.close_session()
+    """Gives huggingface_hub's client a Hub for the real one; it never waits to retry."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(_http, "time", _NoWaiting())
+    hub = Hub()
+    huggingface_hub.set_client_factory(partial(_client, hub))
+    yield hub
+    hub.hold.set()
+    huggingface_hub.set_client_factory(_http.default_client_factory)
+
+
+def _client(hub: Hub) -> Any:
+    usual, transport = _http.default_client_factory(), HTTP.MockTransport(_Handler(hub))
+    return HTTP.Client(
+        transport=transport, event_hooks=usual.event_hooks, follow_redirects=usual.follow_redirects
+    )
 
 
 class _NoWaiting:
@@ -162,76 +152,52 @@ class _Refused(Exception):
         self.status, self.code, self.headers = status, code, headers
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler:
     """One request: looks for a fault, then for the route, then answers."""
 
-    hub: Hub
-    protocol_version = "HTTP/1.1"
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
 
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        self.hub.requests.append(Request(self.path, str(self.headers), body))
-        fault = next((f for f in self.hub.faults if self._meets(f)), None)
+    def __call__(self, request: Any) -> Any:
+        path, body = request.url.raw_path.decode(), request.content
+        self.hub.requests.append(Request(path, str(dict(request.headers)), body))
+        fault = next((f for f in self.hub.faults if f.meets(request.method, path)), None)
         if fault is not None:
             fault.times -= 1
             if fault.status is not None:
-                return self._answer(fault.status, {"error": "out of order"})
+                return HTTP.Response(fault.status, json={"error": "out of order"})
             if not fault.after:
-                return self._cut()
+                raise HTTP.RemoteProtocolError("Server disconnected")
         try:
-            status, content, headers = self._route(body)
+            token = request.headers.get("Authorization")
+            status, content, headers = self._route(request.method, path, token, body)
         except _Refused as refused:
             headers = {"X-Error-Code": refused.code, "X-Error-Message": str(refused)}
             headers |= refused.headers
             status, content = refused.status, {"error": str(refused)}
         if fault is not None:
-            return self._cut()
-        self._answer(status, content, headers)
-
-    do_GET = do_POST = do_PUT = do_HEAD = _handle
-
-    def _meets(self, fault: Fault) -> bool:
-        called = self.command == fault.method and re.search(fault.pattern, self.path)
-        return fault.times > 0 and bool(called)
-
-    def _cut(self) -> None:
-        self.close_connection = True
-        self.connection.close()
-
-    def _answer(self, status: int, content: Any, headers: dict[str, str] | None = None) -> None:
+            raise HTTP.RemoteProtocolError("Server disconnected")
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
+        headers = {"Content-Length": str(len(data))} | headers
+        sent = b"" if request.method == "HEAD" else data
+        return HTTP.Response(status, headers=headers, content=sent)
 
     # ---- What is asked for ----
 
-    def _route(self, body: bytes) -> Answer:
-        path = self.path.partition("?")[0]
+    def _route(self, asked: str, path: str, token: str | None, body: bytes) -> Answer:
+        path = path.partition("?")[0]
         if match := re.fullmatch(r"/large/(?P<oid>\w{64})", path):  # signed elsewhere, no token
             if hashlib.sha256(body).hexdigest() != match["oid"]:
                 raise _Refused(400, "BadDigest", "not the content that was announced")
             self.hub.large[match["oid"]] = body
             return 200, {}, {}
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if token != f"Bearer {TOKEN}":
             raise _Refused(401, "", "Invalid username or password.")
         routes = {
             ("POST", "/api/repos/create"): self._create,
             ("POST", "/api/validate-yaml"): self._validate,
             ("POST", rf"{_API}/preupload/(?P<branch>.+)"): self._preupload,
             ("POST", r"/(?P<repo>.+)\.git/info/lfs/objects/batch"): self._batch,
-            ("POST", r"/(?P<repo>.+)\.git/info/lfs/objects/verify"): self._verify,
             ("POST", rf"{_API}/commit/(?P<branch>.+)"): self._commit,
             ("GET", rf"{_API}/tree/(?P<branch>[^/]+)"): self._tree,
             ("GET", rf"{_API}(/revision/(?P<branch>.+))?"): self._info,
@@ -240,9 +206,9 @@ class _Handler(BaseHTTPRequestHandler):
         }
         for (method, pattern), answer in routes.items():
             match = re.fullmatch(pattern, path)
-            if match and method == self.command:
+            if match and method == asked:
                 return answer(body, **match.groupdict())
-        raise _Refused(404, "", f"{self.command} {path} is not known here")
+        raise _Refused(404, "", f"{asked} {path} is not known here")
 
     def _head(self, repo: str, branch: str | None) -> list[Commit]:
         if repo not in self.hub.repos:
@@ -259,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _create(self, body: bytes) -> Answer:
         asked = json.loads(body)
         name = f"{asked.get('organization') or USER}/{asked['name']}"
-        url = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
+        url = {"url": f"{constants.ENDPOINT}/{name}", "name": name, "id": name}
         if name in self.hub.repos:
             return 409, url | {"error": "You already created this model repo"}, {}
         private = asked.get("visibility") == "private" or bool(asked.get("private"))
@@ -287,18 +253,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(repo, None)
         objects = []
         for asked in json.loads(body)["objects"]:
-            actions = {
-                "upload": {"href": f"{self.hub.url}/large/{asked['oid']}"},
-                "verify": {"href": f"{self.hub.url}/{repo}.git/info/lfs/objects/verify"},
-            }
+            actions = {"upload": {"href": f"{constants.ENDPOINT}/large/{asked['oid']}"}}
             known = {} if asked["oid"] in self.hub.large else {"actions": actions}
             objects.append(asked | known)
         return 200, {"transfer": "basic", "objects": objects}, {}
-
-    def _verify(self, body: bytes, repo: str) -> Answer:
-        if json.loads(body)["oid"] not in self.hub.large:
-            raise _Refused(404, "", "never arrived")
-        return 200, {}, {}
 
     def _commit(self, body: bytes, repo: str, branch: str) -> Answer:
         self.hub.hold.wait(30)
@@ -318,7 +276,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(400, "", f"{line['key']} is not done here")
         commits.append(Commit(message, files))
         oid = commits[-1].oid
-        url = f"{self.hub.url}/{repo}/commit/{oid}"
+        url = f"{constants.ENDPOINT}/{repo}/commit/{oid}"
         return 200, {"commitUrl": url, "commitOid": oid, "pullRequestUrl": None}, {}
 
     def _tree(self, body: bytes, repo: str, branch: str) -> Answer:
