@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -40,34 +41,18 @@ WRONG = re.compile(r"two (different )?devices|another device")
 Generator = torch.Generator
 
 
-class _Module:
-    """What torch asks of the module of a device."""
-
-    def is_available(self) -> bool:
-        return True
-
-    is_initialized = is_available
-
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        pass
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, state: Tensor, device: Any = None) -> None:
-        pass
-
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        return [torch.bfloat16, torch.float16]
+MODULE = SimpleNamespace(
+    is_available=lambda: True,
+    is_initialized=lambda: True,
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    _is_in_bad_fork=lambda: False,
+    manual_seed_all=lambda seed: None,
+    get_rng_state=lambda device=None: torch.zeros(16, dtype=torch.uint8),
+    set_rng_state=lambda state, device=None: None,
+    get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+)
+"""What torch asks of the module of a device."""
 
 
 class _Generator(Generator):
@@ -128,7 +113,7 @@ def register() -> None:
         raise RuntimeError(
             f"torch {torch.__version__} does not let Python register a device. Take 2.10 or newer."
         )
-    setup(DEVICE, _Module())
+    setup(DEVICE, MODULE)
 
 
 def placed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:

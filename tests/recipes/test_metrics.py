@@ -9,20 +9,7 @@ from sklearn.metrics import accuracy_score
 
 from recipes.paper.metrics import metric
 
-WORDS = (
-    "the",
-    "a",
-    "Water",
-    "water!",
-    "ice",
-    "3-5",
-    "35",
-    "1,000",
-    "U.S.",
-    "",
-    "naïve",
-    "The  cat",
-)
+WORDS = [*"the a Water water! ice 3-5 35 1,000 U.S. naïve".split(), "", "The  cat"]
 
 
 def score(answer: str, *golds: str) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_the_best_epoch_is_a_separate_row(tmp_path: Path) -> None:
     curve = [{"step": 1, "accuracy": 61.0}, {"step": 2, "accuracy": 59.0}]
     for cell in found.final():
         if (cell.row, cell.task, cell.epsilon) == ("DP-GRAPE", "CIFAR-10", 8):
-            found.add(cell, made_up(60.0, "vit", curve=curve))
+            found.add(cell, made_up(60.0, curve))
     text = section(render(our_cells(tmp_path), Measured(), PAPER), "## ViT-Base from random")
     assert rows(text, "| DP-GRAPE | 8")[0][4:6] == ["49.2", "60.0 [1] (+10.8)"]
     assert rows(text, "| DP-GRAPE, best epoch")[0][4:6] == ["", "61.0 [1]"]

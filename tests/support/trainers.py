@@ -24,20 +24,9 @@ from tests.support.models import only
 
 FEATURES, WIDTH, CLASSES = 6, 8, 3
 TRAINER_KEYWORDS = (
-    "callbacks",
-    "compute_loss_func",
-    "compute_metrics",
-    "data_collator",
-    "eval_dataset",
-    "model_init",
-    "optimizers",
-    "peft_config",
-    "processing_class",
-    "public_dataset",
-    "known_streams",
-    "loss",
-    "public_example",
-)
+    "callbacks compute_loss_func compute_metrics data_collator eval_dataset known_streams loss "
+    "model_init optimizers peft_config processing_class public_dataset public_example"
+).split()
 
 # ---- Model and data ----
 
