@@ -34,7 +34,7 @@ from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import ENGINES, Gradients
 from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
 from recipes.report.checks import model_matrix
-from tests.models.zoo import FAMILIES, WIDE, Batch, Row, as_models_take, rows
+from tests.models.zoo import FAMILIES, WIDE, Row, as_models_take, rows
 
 RANK = 4
 BATCH_SIZE = 4
@@ -42,17 +42,23 @@ ENGINE_NAMES = sorted(ENGINES, reverse=True)  # the default one first
 
 
 def own_gradients(
-    model: nn.Module, inputs: Batch, projectors: Mapping[str, Projector] | None = None
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    projectors: Mapping[str, Projector] | None = None,
+    loss_of: Callable[[Any], Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns losses (B,) and gradients (B, ...) of the loss that the model itself computes.
 
-    Each sample is a batch of its own, with its labels, through ordinary autograd.
+    Each sample is a batch of its own, with its labels, through ordinary autograd. An unused
+    parameter has gradient 0. ``loss_of`` computes another loss of such a batch.
     """
+    loss_of = loss_of or (lambda sample: model(**as_models_take(sample)).loss)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []
     found: dict[str, list[Tensor]] = {name: [] for name in weights}
-    for i in range(len(next(iter(inputs.values())))):
-        loss = model(**as_models_take({k: v[i : i + 1] for k, v in inputs.items()})).loss
+    for i in range(len(next(v for v in inputs.values() if isinstance(v, Tensor)))):
+        sample = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        loss = loss_of(sample)
         losses.append(loss.detach())
         gradients = torch.autograd.grad(loss, list(weights.values()), allow_unused=True)
         for (name, weight), gradient in zip(weights.items(), gradients, strict=True):

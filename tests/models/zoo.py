@@ -106,13 +106,7 @@ def whole_texts(batch_size: int, **settings: Any) -> Batch:
 
 
 def images(
-    batch_size: int,
-    positions: int = 5,
-    seed: int = 0,
-    padding: str = "right",
-    *,
-    channels: int = 1,
-    size: int = IMAGE,
+    batch_size: int, seed: int = 0, *, channels: int = 1, size: int = IMAGE, **unused: Any
 ) -> Batch:
     """Returns random images, of 2 x 2 patches if small; there is nothing to pad."""
     generator = torch.Generator().manual_seed(seed)
@@ -123,9 +117,7 @@ def images(
     }
 
 
-def sounds(
-    batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right", *, target: str
-) -> Batch:
+def sounds(batch_size: int, seed: int = 0, *, target: str, **unused: Any) -> Batch:
     """Returns random spectrograms of one length, labelled with a ``class`` or with a ``text``."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(batch_size, MELS, FRAMES, generator=generator)
@@ -134,20 +126,14 @@ def sounds(
     return {"input_features": features, "labels": labels}
 
 
-def spectra(batch_size: int, positions: int = 8, seed: int = 0, padding: str = "right") -> Batch:
+def spectra(batch_size: int, **settings: Any) -> Batch:
     """Returns random spectrograms, time first, with a class."""
-    batch = sounds(batch_size, positions, seed, padding, target="class")
+    batch = sounds(batch_size, target="class", **settings)
     return {"input_values": batch["input_features"].mT.contiguous(), "labels": batch["labels"]}
 
 
 def waves(
-    batch_size: int,
-    positions: int = 8,
-    seed: int = 0,
-    padding: str = "right",
-    *,
-    target: str = "class",
-    width: int = 0,
+    batch_size: int, seed: int = 0, *, target: str = "class", width: int = 0, **unused: Any
 ) -> Batch:
     """Returns random sounds with a ``class`` or a ``text``, every third from the second shorter.
 
@@ -166,19 +152,13 @@ def waves(
 
 
 def described(
-    batch_size: int,
-    positions: int = 9,
-    seed: int = 0,
-    padding: str = "right",
-    *,
-    several: bool = False,
-    patches: bool = False,
+    batch_size: int, *, several: bool = False, patches: bool = False, **settings: Any
 ) -> Batch:
     """Returns images, each with a text that begins with its four image tokens and describes it.
 
     The images are one, or a list of one (``several``), or rows of ``patches`` with their grid.
     """
-    batch = texts(batch_size, positions, seed, padding, target="tokens")
+    batch = texts(batch_size, target="tokens", **settings)
     starts = batch["attention_mask"].argmax(1)
     mask = torch.ones(batch_size, 6, dtype=torch.long)
     ids = torch.full((batch_size, 6), IMAGE_TOKEN)
@@ -190,7 +170,7 @@ def described(
     ):
         pairs = zip(batch[name], before, starts, strict=True)
         merged[name] = torch.stack([torch.cat([x[:at], new, x[at:]]) for x, new, at in pairs])
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(settings.get("seed", 0))
     if patches:
         values = 3 * 2 * PATCH * PATCH
         merged["pixel_values"] = torch.randn(batch_size, 16, values, generator=generator)
@@ -210,9 +190,7 @@ def as_models_take(batch: Batch) -> Batch:
     return {**batch, **patches}
 
 
-def masked_images(
-    batch_size: int, positions: int = 4, seed: int = 0, padding: str = "right", *, noise: bool
-) -> Batch:
+def masked_images(batch_size: int, seed: int = 0, *, noise: bool, **unused: Any) -> Batch:
     """Returns images, and which of their 2 x 2 patches are masked: as such, or by ``noise``."""
     generator = torch.Generator().manual_seed(seed)
     pixels = images(batch_size, seed=seed)["pixel_values"]

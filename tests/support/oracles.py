@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.gradients import Gradients, LossFunction, loss_for, per_sample_gradients
 from dp_grape_hf.projections import Projector
-from tests.models.matrix import dense, worst_error
+from tests.models.matrix import dense, own_gradients, worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 
@@ -21,25 +21,14 @@ def single_sample_gradients(
     projectors: Mapping[str, Projector] | None = None,
     loss: LossFunction | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns losses (B,) and gradients (B, ...), each sample alone through ordinary autograd.
-
-    An unused parameter has gradient 0.
-    """
-    projectors = projectors or {}
+    """Returns losses (B,) and gradients (B, ...) of a loss, each sample alone by autograd."""
     loss = loss or loss_for(model)
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    batch_size = next(v for v in inputs.values() if isinstance(v, Tensor)).shape[0]
-    losses, found = [], {name: [] for name in parameters}
-    for i in range(batch_size):
-        sample = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
+
+    def loss_of(sample: dict[str, Any]) -> Tensor:
         labels = sample.pop("labels", None)
-        losses.append(loss(model(**sample), labels).squeeze(0))
-        gradients = torch.autograd.grad(losses[-1], list(parameters.values()), allow_unused=True)
-        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            gradient = torch.zeros_like(parameter) if gradient is None else gradient
-            projector = projectors.get(name)
-            found[name].append(projector.project(gradient) if projector else gradient)
-    return torch.stack(losses).detach(), {name: torch.stack(g) for name, g in found.items()}
+        return loss(model(**sample), labels).squeeze(0)
+
+    return own_gradients(model, inputs, projectors, loss_of)
 
 
 def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
