@@ -4,9 +4,8 @@
 
 runs ``tests/trainer`` of a checkout of transformers twice: with the Trainer as it is, and with a
 ``DPGrapeTrainer`` that neither clips nor adds noise (``method="dp_adam"``) and may log as the
-Trainer does. What becomes of the tests that pass the first time goes to ``host_tests.json``. Names
-that the installed transformers lacks are made up: tests that use them fail both times. Needs pytest
-and parameterized, and takes an hour of one CPU core.
+Trainer does. What becomes of the tests that pass the first time goes to ``host_tests.json``. Use a
+checkout of the installed version. Needs pytest and parameterized, and an hour of one CPU core.
 
 This module is also the plugin of pytest that puts ours in place and writes the outcomes down.
 """
@@ -14,7 +13,6 @@ This module is also the plugin of pytest that puts ours in place and writes the 
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib
 import json
 import math
@@ -25,7 +23,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,32 +116,13 @@ def _substitute() -> None:
         setattr(package, f"{name}ingArguments", arguments)
 
 
-def _make_up(folder: Path) -> None:
-    """Gives transformers the names that tests import and it lacks."""
-    for path in sorted(folder.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
-                continue
-            if node.module.partition(".")[0] != "transformers":
-                continue
-            module = importlib.import_module(node.module)
-            for name in (alias.name for alias in node.names if not hasattr(module, alias.name)):
-                setattr(module, name, partial(_gone, name))
-
-
-def _gone(name: str, *_: Any, **__: Any) -> None:
-    raise NotImplementedError(f"The installed transformers has no {name}.")
-
-
 # ---- The plugin ----
 
 
 def pytest_configure(config: Any) -> None:
     """Puts ours in place, before the tests import anything."""
-    if OUTCOMES in os.environ:
-        _make_up(Path(config.invocation_params.dir) / "tests" / "trainer")
-        if os.environ[PRIVATE]:
-            _substitute()
+    if os.environ.get(PRIVATE):
+        _substitute()
 
 
 def pytest_runtest_makereport(item: Any, call: Any) -> None:

@@ -9,7 +9,7 @@ from recipes.report import checks
 from tests.host import __main__ as host_tests
 
 CHECKOUT = """
-from transformers import NameOfAnotherVersion, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 
 def test_both_pass(tmp_path):
@@ -24,8 +24,8 @@ def test_refused(tmp_path):
     TrainingArguments(tmp_path, optim="adafactor")
 
 
-def test_of_another_version():
-    NameOfAnotherVersion()
+def test_fails_with_both():
+    raise ValueError
 """
 
 
