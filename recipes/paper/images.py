@@ -48,21 +48,13 @@ class Source:
     classes: int  # how many labels there are; they are counted from 0
 
 
+@dataclass
 class Images(Dataset[dict[str, Tensor]]):
-    """Images (N, C, H, W), uint8, and labels (N,) in memory; an example has a model's names.
+    """Images and labels in memory; an example has a model's names."""
 
-    ``lossy`` says that they were stored in a form that changed them.
-    """
-
-    def __init__(self, pixels: Tensor, labels: Tensor, lossy: bool = False) -> None:
-        if pixels.dtype is not torch.uint8 or pixels.dim() != 4 or pixels.shape[1] not in (1, 3):
-            raise ValueError(
-                f"Images must be (N, 1 or 3, H, W) of type uint8, not {tuple(pixels.shape)} of "
-                f"{pixels.dtype}."
-            )
-        if labels.shape != pixels.shape[:1]:
-            raise ValueError(f"{len(pixels)} images have labels of shape {tuple(labels.shape)}.")
-        self.pixels, self.labels, self.lossy = pixels, labels, lossy
+    pixels: Tensor  # (N, C, H, W), uint8
+    labels: Tensor  # (N,)
+    lossy: bool = False  # whether they were stored in a form that changed them
 
     def __len__(self) -> int:
         """Returns N."""

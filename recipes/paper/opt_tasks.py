@@ -139,14 +139,6 @@ class Encoder:
     max_length: int  # the most tokens of a row
     first: tuple[int, ...] = ()  # the ids that every row begins with
 
-    def __post_init__(self) -> None:
-        """Refuses rows that could hold no answer."""
-        if self.max_length < len(self.first) + 2:
-            raise ValueError(
-                f"max_length={self.max_length} leaves no room for a prompt and an answer. Give a "
-                "larger --max_length or smaller --max_new_tokens, as far as the model goes."
-            )
-
     def prompt(self, question: Question) -> list[int]:
         """Returns the ids of what comes before the answer."""
         return self._cut(self._ids(question.prompt))

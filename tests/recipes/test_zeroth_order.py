@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -305,7 +304,6 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(directions_module, "_BLOCK", 4000)
-    monkeypatch.setattr(directions_module, "_KEPT", 0)
     features, depth = 200, 8
     model = nn.Sequential(*[nn.Linear(features, features) for _ in range(depth)])
     weight = model[0].weight.nbytes
@@ -317,32 +315,6 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
     assert weight < taken(lambda: engine({"input": x}, {}), given) < 1.4 * weight
     optimizer.receive(scalars, 0)
     assert 0 < taken(optimizer.step, given) < 0.5 * weight
-
-
-def test_directions_that_fit_into_memory_are_drawn_once_a_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(directions_module, "_BLOCK", 100)
-    model, results = nn.Linear(20, 20), []
-    seeds = Mock(side_effect=directions_module.projection_seed_for)
-    monkeypatch.setattr(directions_module, "projection_seed_for", seeds)
-    for kept, draws in ((0, 25), (250, 13), (1000, 5)):  # blocks: 4 of the weight, 1 of the bias
-        monkeypatch.setattr(directions_module, "_KEPT", kept)
-        trained = copy.deepcopy(model)
-        engine = ZerothOrderEngine(trained, lambda outputs, _: outputs.sum(1), seed=SEED)
-        engine.assume_examined({"input": torch.ones(3, 20)})
-        optimizer = ZerothOrderSGD(trained.parameters(), engine.directions, lr=0.1)
-        for step in (0, 1):
-            engine.use(step)
-            seeds.reset_mock()
-            for _ in range(2):  # physical batches
-                engine({"input": torch.ones(3, 20)}, {})
-            optimizer.receive(torch.ones(1), step)
-            optimizer.step()
-            assert seeds.call_count == draws
-            assert sum(z.numel() for z in engine.directions._kept.values()) <= kept
-        results.append(trained.weight)
-    assert all(torch.equal(result, results[0]) for result in results)
 
 
 # ---- Coupled samples ----

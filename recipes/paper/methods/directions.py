@@ -1,8 +1,7 @@
 """Random directions over the weights, along which zeroth-order methods measure and move.
 
 A direction is public: it is drawn anew from the seed, a block at a time, wherever it is needed.
-Up to 64 MiB are kept until the next step, because a step needs a block twice for each physical
-batch and once for the update. ``zeroth_order`` measures losses along the directions.
+``zeroth_order`` measures losses along the directions.
 
 Shapes: K directions, d trainable numbers.
 """
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from dp_grape_hf.projections import projection_seed_for, public_generator, row_blocks
 
 _BLOCK = 2**20  # numbers of a direction that exist at once; it is part of how they are drawn
-_KEPT = 2**24  # numbers of the directions of one step that are kept, of any model
 
 
 class Directions:
@@ -33,9 +31,6 @@ class Directions:
     def __init__(self, trainable: Mapping[str, nn.Parameter], seed: int, count: int = 1) -> None:
         self.seed, self.count = seed, count
         self._names = {id(p): name for name, p in trainable.items()}
-        self._kept: dict[tuple[str, int, int, torch.device], Tensor] = {}  # of one step
-        self._kept_step = -1
-        self._room = _KEPT
 
     def name_of(self, weight: Tensor) -> str | None:
         """Returns the name of a trainable parameter; None for any other tensor."""
@@ -58,24 +53,15 @@ class Directions:
         Each comes with the index of the rows of the weight that it is about.
         """
         for block, rows in enumerate(row_blocks(weight, _BLOCK)):
-            total = self._draw(weight, step, 0, block, rows) * coefficients[0]
+            total = self._draw(weight, step, 0, block, rows).mul_(coefficients[0])
             for number in range(1, self.count):
                 z = self._draw(weight, step, number, block, rows)
                 total.add_(z, alpha=coefficients[number])
             yield rows, total
 
     def _draw(self, weight: Tensor, step: int, number: int, block: int, rows: Any) -> Tensor:
-        """Returns a block of a direction, which must not be written to."""
-        if step != self._kept_step:
-            self._kept, self._kept_step, self._room = {}, step, _KEPT
+        """Returns a block of a direction."""
         name = self._names[id(weight)]
-        key = name, number, block, weight.device
-        if (kept := self._kept.get(key)) is not None:
-            return kept
         seed = projection_seed_for(self.seed, step * self.count + number, name, block)
         generator = public_generator(seed, weight.device)
-        z = torch.empty(weight[rows].shape, device=weight.device).normal_(generator=generator)
-        if z.numel() <= self._room:
-            self._kept[key] = z
-            self._room -= z.numel()
-        return z
+        return torch.empty(weight[rows].shape, device=weight.device).normal_(generator=generator)
