@@ -34,22 +34,12 @@ OPTIONS = [
 PLAIN, OURS = METHODS["adamw"].title, METHODS["dp_grape"].title
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """The folder and the record of one run with all methods."""
-    folder = tmp_path_factory.mktemp("benchmark")
-    with torch.random.fork_rng(devices=[]):
-        return folder, benchmark.main([*OPTIONS, f"--json={folder}/x.json"])
-
-
 # ---- All methods ----
 
 
 @pytest.mark.slow
-def test_every_method_runs_and_is_compared_with_plain_adamw(
-    run: tuple[Path, dict[str, Any]],
-) -> None:
-    folder, record = run
+def test_every_method_runs_and_is_compared_with_plain_adamw(tmp_path: Path) -> None:
+    record = benchmark.main([*OPTIONS, f"--json={tmp_path}/x.json"])
     results = record["results"]
     assert list(results) == [METHODS[name].title for name in USUAL]
     for title, result in results.items():
@@ -61,13 +51,21 @@ def test_every_method_runs_and_is_compared_with_plain_adamw(
     table = as_markdown([record]).splitlines()
     assert [line.split(" | ")[1] for line in table[2:]] == list(results)
     assert record["setting"] == vars(TINY)
-    assert json.loads((folder / "x.json").read_text(encoding="utf-8")) == record
+    assert json.loads((tmp_path / "x.json").read_text()) == record
 
 
 @pytest.mark.slow
-def test_our_methods_run_on_images() -> None:
-    ours = [name for name in USUAL if name not in OPACUS]
-    results = measure(replace(TINY, model=VIT), ours, rounds=1, warmup=1, device=CPU)
+@pytest.mark.parametrize(
+    ("model", "methods"),
+    [
+        (VIT, [name for name in USUAL if name not in OPACUS]),
+        (ROBERTA, ["adamw", "adamw_lora", "dp_lora", "dp_grape_correlated"]),
+    ],
+)
+def test_our_methods_run_on_images_adapters_and_correlated_noise(
+    model: str, methods: list[str]
+) -> None:
+    results = measure(replace(TINY, model=model), methods, rounds=1, warmup=1, device=CPU)
     assert all(len(result["rounds"]) == 1 for result in results.values()), results
 
 
@@ -168,13 +166,6 @@ def test_every_method_runs_every_round_and_ratios_use_common_rounds(
 def test_images_need_a_square_number_of_patches() -> None:
     with pytest.raises(ValueError, match="length=50 is the number of patches"):
         replace(TINY, model=VIT, length=50)
-
-
-@pytest.mark.slow
-def test_adapters_and_correlated_noise_are_measured() -> None:
-    names = ["adamw", "adamw_lora", "dp_lora", "dp_grape_correlated"]
-    results = measure(TINY, names, rounds=1, warmup=1, device=CPU)
-    assert all("rounds" in result for result in results.values())
 
 
 @pytest.mark.slow

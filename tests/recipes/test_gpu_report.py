@@ -192,15 +192,8 @@ def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path: Path) -> No
         lambda module, args, inputs: seen.append(len(inputs["input_ids"])), with_kwargs=True
     )
     steps: list[int] = []
-    train(
-        model,
-        row.setting,
-        tmp_path,
-        lambda: steps.append(len(seen)),
-        steps=2,
-        batches=4,
-        **row.options,
-    )
+    much = {"steps": 2, "batches": 4, **row.options}
+    train(model, row.setting, tmp_path, lambda: steps.append(len(seen)), **much)
     assert steps == [0, 4, 8]
     assert seen == [row.setting.batch_size // 4] * 8
 

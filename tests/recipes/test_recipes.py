@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import ViTForImageClassification
 
-from dp_grape_hf import DPGrapeTrainingArguments, Ledger
+from dp_grape_hf import Ledger
 from dp_grape_hf.ledger import LEDGER_NAME
 from recipes.digits import train as digits
 
@@ -68,12 +68,6 @@ def test_digits_shows_the_optimizers_state_beside_adams(run: tuple[Path, dict[st
     assert results["parameters"] == parameters
     assert results["state_bytes"] == 0  # of SGD, which is chosen here
     assert f"0.0 KiB, of Adam {8 * parameters / 1024:.1f} KiB" in digits.report(results)
-
-
-def test_the_command_line_wins_over_the_config() -> None:
-    args = digits.parse(["--output_dir=out", "--eps=3", "--learning_rate=0.5"])
-    assert isinstance(args, DPGrapeTrainingArguments)
-    assert (args.target_epsilon, args.learning_rate, args.target_delta) == (3.0, 0.5, 1e-5)
 
 
 def test_a_config_with_an_unknown_option_is_refused(tmp_path: Path) -> None:

@@ -74,13 +74,6 @@ def test_the_command_line_wins_over_the_config(folder: Path) -> None:
     assert (args.target_epsilon, args.noise_multiplier) == (None, 1.0)
 
 
-def test_a_config_with_an_unknown_option_is_refused(folder: Path) -> None:
-    config = folder / "config.yaml"
-    config.write_text("target_epsilom: 8.0\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="target_epsilom"):
-        parse(folder, config=config)
-
-
 def test_a_missing_option_is_named(folder: Path) -> None:
     with pytest.raises(ValueError, match="--model_name_or_path"):
         parse(folder, model_name_or_path=None)
