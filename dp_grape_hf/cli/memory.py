@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields
 
 import torch
@@ -14,6 +15,8 @@ from dp_grape_hf.memory import (
     RESERVE,
     ModelOfConfig,
     Setting,
+    as_text,
+    heading,
     plan,
     read_config,
 )
@@ -21,7 +24,11 @@ from dp_grape_hf.memory import (
 
 def run(args: argparse.Namespace) -> str:
     """Return the tables, or JSON."""
-    _refuse_combinations(args)
+    if args.gpu_memory is not None and not args.gpu_memory > RESERVE:
+        raise PrivacyError(
+            f"gpu_memory={args.gpu_memory:g} leaves no memory for tensors: CUDA needs "
+            f"{RESERVE:g} GiB. Pass the memory of the whole GPU, in GiB."
+        )
     config = read_config("model_name_or_path", args.model_name_or_path, args.num_labels)
     model = ModelOfConfig(config, args.head, args.seq_len)
     names = {field.name for field in fields(Setting)}
@@ -30,13 +37,7 @@ def run(args: argparse.Namespace) -> str:
     methods = list(dict.fromkeys(args.methods or COMPARED))
     total = len(methods) if args.gpu_memory is None else None
     with tqdm(disable=None, total=total, unit=" steps", desc="simulating") as progress:
-        report = plan(model, setting, methods, args.gpu_memory, progress.update)
-    return report.as_json() if args.json else report.as_text()
-
-
-def _refuse_combinations(args: argparse.Namespace) -> None:
-    if args.gpu_memory is not None and not args.gpu_memory > RESERVE:
-        raise PrivacyError(
-            f"gpu_memory={args.gpu_memory:g} leaves no memory for tensors: CUDA needs "
-            f"{RESERVE:g} GiB. Pass the memory of the whole GPU, in GiB."
-        )
+        planned = plan(model, setting, methods, args.gpu_memory, progress.update)
+    if args.json:
+        return json.dumps(planned, indent=2) + "\n"
+    return f"{heading(model, setting)}\n{as_text(planned)}"

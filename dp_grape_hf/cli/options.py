@@ -166,9 +166,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
     add("--rank", "--r", type=_positive, default=16, metavar="r", help="default: 16")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--gradient_checkpointing", action="store_true", help="recompute activations")
-    bands = "bands of noise='banded' (dp-grape calibrate); their memory counts as optimizer state"
-    add("--bands", type=_positive, default=1, metavar="b", help=bands)
-    add("--processes", type=_positive, default=1, help="processes that shard the weights (FSDP2)")
     add("--gpu_memory", type=float, metavar="GiB", help="also find the largest batch that fits")
     add("--json", action="store_true", help="print JSON instead of tables; memory in bytes")
 

@@ -101,11 +101,6 @@ class BandedNoise:
             "part of later noise. Leave this object out of the files that you save."
         )
 
-    @property
-    def buffers(self) -> list[Tensor]:
-        """The tensors that hold the noise of earlier steps; secret."""
-        return [] if self._ring is None else [self._ring]
-
     def add_(
         self, values: Sequence[Tensor], std: float, generator: torch.Generator, divisor: float
     ) -> None:

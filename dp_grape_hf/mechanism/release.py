@@ -125,11 +125,6 @@ class PrivateMechanism:
         return self._summed_noise_std / self.expected_batch_size
 
     @property
-    def noise_buffers(self) -> list[Tensor]:
-        """The tensors that hold the noise of earlier steps, if any does; secret."""
-        return [] if self._banded is None else self._banded.buffers
-
-    @property
     def _summed_noise_std(self) -> float:
         return self.noise_multiplier * self.max_grad_norm if self.noise_multiplier else 0.0
 

@@ -14,7 +14,7 @@ from dp_grape_hf.memory.from_config import (
 from dp_grape_hf.memory.planning import (
     RESERVE as RESERVE,
     TITLES as TITLES,
-    Plan as Plan,
+    as_text as as_text,
     heading as heading,
     plan as plan,
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.gradients import choice, classification, is_regression, loss_for
 from dp_grape_hf.memory.fakes import fake_tensors
+from dp_grape_hf.projections import reads_synthetic, synthetic_batches
 
 _CHOICES = 4  # options of a multiple-choice question
 
@@ -36,25 +37,27 @@ class ModelOfConfig:
 
     def __init__(self, config: Any, head: str | None, seq_len: int) -> None:
         self._config, self._seq_len = config, seq_len
+        self._shape: tuple[int, ...] = (seq_len,)
         most = getattr(config, "max_position_embeddings", None) or seq_len
         require(seq_len <= most, f"{seq_len=} is more than the model's {most} positions.")
         cls = class_of(config) if head is None else auto_class(head)
         self._make = cls.from_config if hasattr(cls, "from_config") else cls._from_config
+        self.length = f"{seq_len} tokens"
         with fake_tensors():
             model: Any = self.build(torch.float32)
-        self.name = type(model).__name__
+            self.name, self._input = type(model).__name__, model.main_input_name
+            require(
+                reads_synthetic(model),
+                f"{self.name} takes {self._input}, and the simulation makes only batches of texts, "
+                "images and sound.",
+            )
+            if self._input != "input_ids":
+                self._shape = next(synthetic_batches(model))[self._input].shape[1:]
+        if self._input == "pixel_values":
+            self.length = "{}x{} pixels".format(*self._shape[-2:])
         self.parameters = sum(p.numel() for p in model.parameters())
         loss: Any = loss_for(model)  # the loss of a head, because transformers defines the class
         self._head = loss.head
-        self._inputs = _INPUTS.get(model.main_input_name)
-        require(
-            self._inputs is not None,
-            f"{self.name} takes {model.main_input_name}, and the simulation makes only "
-            f"{', '.join(_INPUTS)}.",
-        )
-        self.length = f"{seq_len} tokens"
-        if self._inputs is _image:
-            self.length = "{}x{} pixels".format(*_sides(config))
 
     def build(self, dtype: torch.dtype) -> nn.Module:
         """Return the model, with weights of that type."""
@@ -69,9 +72,12 @@ class ModelOfConfig:
 
     def batch(self, size: int) -> dict[str, Tensor]:
         """Return B = ``size`` samples, with labels as the head takes them."""
-        assert self._inputs is not None
         choices = (_CHOICES,) if self._head.loss is choice else ()
-        inputs = self._inputs(self._config, (size, *choices), self._seq_len)
+        inputs = {self._input: torch.zeros(size, *choices, *self._shape)}
+        if self._input == "input_ids":
+            words = getattr(self._config.get_text_config(), "vocab_size", 2)
+            ids = torch.randint(words, (size, *choices, *self._shape))
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         labels = torch.zeros(size, dtype=torch.long)
         if self._head.targets is not None:
             labels = torch.zeros(size, self._seq_len, dtype=torch.long)
@@ -139,29 +145,3 @@ def auto_class(head: str) -> Any:
             "sequence-classification."
         )
     return getattr(transformers, name)
-
-
-# ---- Inputs ----
-
-
-def _text(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
-    ids = torch.randint(getattr(config.get_text_config(), "vocab_size", 2), (*shape, seq_len))
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def _sides(config: Any) -> tuple[int, int]:
-    size = config.image_size
-    return (size, size) if isinstance(size, int) else (size[0], size[1])
-
-
-def _image(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.zeros(*shape, config.num_channels, *_sides(config))}
-
-
-def _speech(config: Any, shape: tuple[int, ...], seq_len: int) -> dict[str, Tensor]:
-    frames = 2 * config.max_source_positions
-    return {"input_features": torch.zeros(*shape, config.num_mel_bins, frames)}
-
-
-_INPUTS = {"input_ids": _text, "pixel_values": _image, "input_features": _speech}
-"""By the name of a model's main input."""

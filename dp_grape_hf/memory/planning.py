@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -43,69 +43,11 @@ def heading(model: ModelOfConfig, setting: Setting) -> str:
         f"{_name(setting.dtype)} weights, rank {setting.rank}",
         "" if setting.projection == "gaussian" else f"{setting.projection} projections",
         "gradient checkpointing" if setting.gradient_checkpointing else "",
-        f"one of {setting.processes} processes" if setting.processes > 1 else "",
     )
     return (
         f"{model.name}, {model.parameters / 1e6:,.0f} million parameters\n"
         f"batch {setting.batch_size}, {model.length}, {', '.join(filter(None, options))}\n"
     )
-
-
-@dataclass
-class Plan:
-    """The memory of a step by several methods. Text is in GiB, JSON in bytes.
-
-    Args:
-        model: the model.
-        setting: the setting of the step; its method is ignored.
-        footprints: method -> footprint of its step.
-        gpu_memory: of a card, in GiB; None if the step need not fit one.
-        largest: method -> the largest batch that fits the card; empty without a card.
-    """
-
-    model: ModelOfConfig
-    setting: Setting
-    footprints: Mapping[str, Footprint]
-    gpu_memory: float | None = None
-    largest: Mapping[str, int] = field(default_factory=dict)
-
-    def as_json(self) -> str:
-        """Return the figures."""
-        methods = {
-            method: {
-                "peak": footprint.total,
-                "reached_in": footprint.phase,
-                "kinds": footprint.kinds,
-                "largest_batch": self.largest.get(method),
-            }
-            for method, footprint in self.footprints.items()
-        }
-        result = {
-            "model": self.model.name,
-            "parameters": self.model.parameters,
-            "batch_size": self.setting.batch_size,
-            "length": self.model.length,
-            "dtype": _name(self.setting.dtype),
-            "projection": self.setting.projection,
-            "rank": self.setting.rank,
-            "processes": self.setting.processes,
-            "gpu_memory_gib": self.gpu_memory,
-            "methods": methods,
-        }
-        return json.dumps(result, indent=2) + "\n"
-
-    def as_text(self) -> str:
-        """Return the tables."""
-        footprints = self.footprints.values()
-        rows = [["peak memory, GiB", *(TITLES[method] for method in self.footprints)]]
-        rows += [[kind, *(_gib(found.kinds[kind]) for found in footprints)] for kind in KINDS]
-        rows.append(["total", *(_gib(found.total) for found in footprints)])
-        rows.append(["reached in", *(found.phase for found in footprints)])
-        parts = [heading(self.model, self.setting), table(rows, "<>")]
-        if self.gpu_memory is not None:
-            title = f"On a {self.gpu_memory:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
-            parts.append(title + table([[TITLES[n], _fits(b)] for n, b in self.largest.items()]))
-        return "\n".join(parts)
 
 
 def plan(
@@ -114,7 +56,7 @@ def plan(
     methods: Sequence[str] = COMPARED,
     gpu_memory: float | None = None,
     tick: Callable[[], object] = lambda: None,
-) -> Plan:
+) -> dict[str, Any]:
     """Simulate a step by each of some methods, and find the largest batch that fits a card.
 
     Args:
@@ -123,6 +65,9 @@ def plan(
         methods: names as ``compared`` takes them.
         gpu_memory: of the card in GiB, of which CUDA needs ``RESERVE``; None for no card.
         tick: called after each simulation.
+
+    Returns:
+        The figures as JSON data, for each method and in bytes.
 
     Raises:
         PrivacyError: for a combination that no run can have.
@@ -134,30 +79,49 @@ def plan(
         tick()
         return footprint
 
-    settings = {name: compared(name, setting) for name in methods}
-    result = Plan(model, setting, {n: simulated(s) for n, s in settings.items()}, gpu_memory)
-    if gpu_memory is not None:
-        limit = int((gpu_memory - RESERVE) * _GIB)
+    def figures(setting: Setting) -> dict[str, Any]:
+        def peak(size: int) -> int:
+            return simulated(replace(setting, batch_size=size)).total
 
-        def largest(setting: Setting) -> int:
-            def peak(size: int) -> int:
-                return simulated(replace(setting, batch_size=size)).total
+        found, largest = simulated(setting), None
+        if gpu_memory is not None:
+            limit = int((gpu_memory - RESERVE) * _GIB)
+            largest = largest_batch(peak, limit, setting.batch_size)
+        result = {"peak": found.total, "reached_in": found.phase, "kinds": found.kinds}
+        return result | {"largest_batch": largest}
 
-            return largest_batch(peak, limit, setting.batch_size)
+    return {
+        "model": model.name,
+        "parameters": model.parameters,
+        "batch_size": setting.batch_size,
+        "length": model.length,
+        "dtype": _name(setting.dtype),
+        "projection": setting.projection,
+        "rank": setting.rank,
+        "gpu_memory_gib": gpu_memory,
+        "methods": {name: figures(compared(name, setting)) for name in methods},
+    }
 
-        result.largest = {method: largest(setting) for method, setting in settings.items()}
-    return result
+
+def as_text(planned: Mapping[str, Any]) -> str:
+    """Return the result of ``plan`` as tables, in GiB."""
+    methods = planned["methods"]
+    rows = [["peak memory, GiB", *(TITLES[name] for name in methods)]]
+    rows += [[kind, *(_gib(found["kinds"][kind]) for found in methods.values())] for kind in KINDS]
+    rows.append(["total", *(_gib(found["peak"]) for found in methods.values())])
+    rows.append(["reached in", *(found["reached_in"] for found in methods.values())])
+    if (card := planned["gpu_memory_gib"]) is None:
+        return table(rows, "<>")
+    fits = [[TITLES[name], _fits(found["largest_batch"])] for name, found in methods.items()]
+    title = f"On a {card:g} GiB card, {RESERVE:g} GiB of it left to CUDA:\n"
+    return f"{table(rows, '<>')}\n{title}{table(fits)}"
 
 
 def largest_batch(peak: Callable[[int], int], limit: int, start: int) -> int:
     """Return the largest batch size whose peak is at most ``limit`` bytes; 0 if there is none.
 
-    Sizes are doubled from ``start`` until one does not fit, and then bisected.
-
-    Args:
-        peak: returns the peak of a batch size, which must not fall as the size grows.
-        limit: bytes.
-        start: the size to try first.
+    Sizes are doubled from ``start`` until one does not fit, and then bisected. ``peak`` returns the
+    peak of a batch size, which must not fall as the size grows.
     """
     fits, size = 0, min(start, MOST_SAMPLES)
     while fits < size and peak(size) <= limit:

@@ -11,7 +11,6 @@ workspaces of matrix products and convolutions, fragmentation, and temporary mem
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +24,9 @@ from torch import Tensor, nn
 from dp_grape_hf import phases
 from dp_grape_hf.arguments import METHODS, DPGrapeTrainingArguments, PrivacyPlan
 from dp_grape_hf.gradients import GradSampleMode, Inputs
-from dp_grape_hf.ledger import BANDED, Ledger
+from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.memory.fakes import fake_tensors
-from dp_grape_hf.memory.processes import first_of
 from dp_grape_hf.memory.timeline import (
     ACTIVATIONS,
     OPTIMIZER,
@@ -42,7 +40,6 @@ from dp_grape_hf.memory.timeline import (
 )
 from dp_grape_hf.phases import BACKWARD, FORWARD, PROJECTORS, REDRAW, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import PRINCIPAL
-from dp_grape_hf.sharding import is_sharded, reshard, shard_
 from dp_grape_hf.trainer import PrivateRun
 
 ADAMW, DP_GRAPE, DP_ADAM, DP_ADAM_DENSE = "adamw", "dp_grape", "dp_adam", "dp_adam_dense"
@@ -64,9 +61,6 @@ class Setting:
             principal directions; a run measures them only once.
         rank: r of the projections, and of the adapter of a method that trains one.
         grad_sample_mode: of the training arguments.
-        bands: number of steps over which noise is correlated; kept noise is optimizer state.
-        processes: number of processes that share the weights (FSDP2), each with its own physical
-            batch; the peak is of one process.
         redraws: whether each step makes P anew, which takes most memory.
     """
 
@@ -77,8 +71,6 @@ class Setting:
     projection: str = "gaussian"
     rank: int = 16
     grad_sample_mode: str = GradSampleMode.AUTO
-    bands: int = 1
-    processes: int = 1
     redraws: bool = True
 
     def arguments(self) -> DPGrapeTrainingArguments:
@@ -230,12 +222,9 @@ class Step:
     def _of_trainer(self) -> Callable[[], None]:
         """Return the run that the Trainer makes from the same arguments."""
         setting, timeline = self.setting, self.timeline
-        args, private = setting.arguments(), METHODS[setting.method].private
+        args = setting.arguments()
         run = PrivateRun(args, self.model, observer=_Watch(timeline))
         mechanism = PrivacyPlan(args, 2 * setting.batch_size).mechanism
-        if setting.bands > 1 and private:
-            coefficients = json.dumps([setting.bands**-0.5] * setting.bands)
-            mechanism = replace(mechanism, noise=BANDED, coefficients=coefficients)
         ledger = Ledger.start(mechanism, reason="a simulation")
         run.start(ledger, torch.Generator(run.per_sample.device))
         optimizer = self.optimizer = run.make_optimizer()
@@ -244,11 +233,8 @@ class Step:
             run.step(0, LogicalBatch([], []))
             optimizer.step()
         if run.mechanism is not None:
-            timeline.label(OPTIMIZER, [*run.mechanism.noise_buffers, *run.signal.buffers])
+            timeline.label(OPTIMIZER, run.signal.buffers)
         run.per_sample.assume_examined(self.inputs)
-        if is_sharded(self.model):
-            run.idle = self.inputs
-            reshard(self.model)
         batch, numbers = LogicalBatch([self.inputs], [setting.batch_size]), count(1)
 
         def step() -> None:
@@ -280,10 +266,8 @@ def simulate(
         UnsupportedModelError: if a shape in the model depends on the contents of its inputs.
     """
     timeline = Timeline()
-    with first_of(setting.processes, timeline.resized) as mesh, fake_tensors(gpu):
+    with fake_tensors(gpu):
         model = prepared(build(setting.dtype), setting)
-        if mesh is not None:
-            shard_(model, torch.device("cpu"), mesh)
         inputs = {
             name: value.to(setting.dtype) if value.is_floating_point() else value
             for name, value in batch(setting.batch_size).items()

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from dp_grape_hf.sharding import local
-
 WEIGHTS, OPTIMIZER, PROJECTIONS = "weights", "optimizer state", "projections"
 ACTIVATIONS, PER_SAMPLE, SUMS = "saved activations", "per-sample gradients", "summed gradients"
 TEMPORARY = "temporary"
@@ -88,12 +86,6 @@ class Timeline(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self._allocation(tensor).kind = kind
 
-    def resized(self, tensor: Tensor) -> None:
-        """Note that the memory of a tensor was allocated or freed while the tensor lives on."""
-        allocation = self._allocation(tensor)
-        allocation.kind = TEMPORARY
-        self._resize(allocation, tensor.untyped_storage().nbytes())
-
     def peak(self) -> Footprint:
         """Return the largest memory that was allocated since the setup ended."""
         now = dict.fromkeys(KINDS, 0)
@@ -119,7 +111,7 @@ class Timeline(TorchDispatchMode):
         return output
 
     def _allocation(self, tensor: Tensor) -> _Allocation:
-        storage = local(tensor).untyped_storage()
+        storage = tensor.untyped_storage()
         allocation: _Allocation | None = self._allocations.get(storage)
         if allocation is None:
             allocation = self._allocations[storage] = _Allocation(0, self.phase)

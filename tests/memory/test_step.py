@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -199,17 +198,6 @@ def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_banded_noise_stores_as_many_releases_as_bands() -> None:
-    setting = Setting(DP_ADAM, 2)
-    numbers = described("opt").parameters
-    alone, banded = (
-        simulate("opt", replace(setting, bands=bands), length=4).kinds[OPTIMIZER]
-        for bands in (1, 5)
-    )
-    assert banded - alone == pytest.approx(5 * 4 * numbers, rel=0.03)
-
-
-@pytest.mark.slow
 def test_activations_are_computed_again_where_a_gpu_is_simulated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -332,37 +320,6 @@ def test_the_largest_batch_fits_and_the_next_does_not(name: str) -> None:
         assert largest == 0 or peak(largest) <= limit
         assert largest == MOST_SAMPLES or peak(largest + 1) > limit
         assert len(asked) == len(set(asked)) <= 2 * MOST_SAMPLES.bit_length()
-
-
-# ---- Weights that are shared ----
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [DP_GRAPE, ADAMW])
-def test_a_process_has_its_share_of_sharded_parameters(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("dp_grape_hf.gradients.flat.MOST", 100)  # so that tables are not in it
-    alone, shared = (
-        simulate("opt", Setting(method, 2, processes=count), length=8) for count in (1, 4)
-    )
-    assert shared.kinds[WEIGHTS] == pytest.approx(alone.kinds[WEIGHTS] / 4, rel=0.06)
-    assert shared.kinds[OPTIMIZER] < alone.kinds[OPTIMIZER]
-    assert shared.kinds[PROJECTIONS] == alone.kinds[PROJECTIONS]
-    if method == ADAMW:
-        assert shared.kinds[OPTIMIZER] == pytest.approx(alone.kinds[OPTIMIZER] / 4, rel=0.1)
-    assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.slow
-def test_gathered_weights_are_freed_again() -> None:
-    """Of three more layers less than one is whole: the release has their coordinates."""
-
-    def temporary(layers: int) -> int:
-        setting = Setting(DP_GRAPE, processes=2)
-        return simulate(opt(128, layers, 4, **SMALL), setting, length=4).kinds[TEMPORARY]
-
-    assert temporary(6) - temporary(3) < 12 * 128**2 * 4
 
 
 # ---- What the project promises ----
