@@ -32,9 +32,6 @@ from dp_grape_hf.choosing.rates import (
     Setting as Setting,
     inputs_of as inputs_of,
     measure as measure,
-    push_of_signal as push_of_signal,
-    steps_of as steps_of,
-    walk_of_noise as walk_of_noise,
 )
 from dp_grape_hf.choosing.warnings import (
     FIRST_POSITION as FIRST_POSITION,

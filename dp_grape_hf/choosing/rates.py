@@ -20,7 +20,7 @@ all of it, with the same two bounds in units of its weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from statistics import mode
@@ -69,49 +69,6 @@ _TRIES, _CLOSE = 12, 0.03  # tries of a search, and the relative error at which 
 _START = 0.1  # first move of a search, in units of the norm of a weight
 
 
-def walk_of_noise(
-    rule: str,
-    settings: Mapping[str, Any],
-    std: float,
-    schedule: Sequence[float],
-    bands: Sequence[float] = (1.0,),
-) -> float:
-    """Return the standard deviation that the noise of a run adds to a parameter, at rate 1.
-
-    The update rule runs on random noise.
-
-    Args:
-        rule: a name in ``UPDATE_RULES``.
-        settings: the settings of the rule.
-        std: the standard deviation of the noise in each element of a private update, before it is
-            correlated.
-        schedule: the factor of the learning rate at each step.
-        bands: the coefficients of correlated noise; (1.0,) for independent noise.
-    """
-    generator = torch.Generator().manual_seed(0)
-    drawn = torch.randn(len(schedule), _NUMBERS, generator=generator) * std
-    noise = torch.from_numpy(correlated(bands, drawn.numpy())).float()
-    moved = moved_from_zero(UPDATE_RULES[rule], settings, noise, schedule)
-    return float(moved.square().mean().sqrt())
-
-
-def push_of_signal(
-    rule: str, settings: Mapping[str, Any], sizes: Tensor, schedule: Sequence[float]
-) -> Tensor:
-    """Return how far constant gradients move parameters in a run, at a rate of 1.
-
-    Args:
-        rule: as for ``walk_of_noise``.
-        settings: as for ``walk_of_noise``.
-        sizes: the gradients, any shape.
-        schedule: as for ``walk_of_noise``.
-
-    Returns:
-        The distances, of the shape of ``sizes``.
-    """
-    return -moved_from_zero(UPDATE_RULES[rule], settings, (sizes for _ in schedule), schedule)
-
-
 class Setting(NamedTuple):
     """All that learning rates depend on, besides the model, its inputs and P."""
 
@@ -133,9 +90,42 @@ class Setting(NamedTuple):
         """The number of steps of full length: the sum of the schedule's factors."""
         return sum(self.schedule)
 
+    def walk(self, std: float) -> float:
+        """Return the standard deviation that the noise of a run adds to a parameter, at rate 1.
+
+        The update rule runs on random noise. ``std`` is the standard deviation of the noise in each
+        element of a private update, before it is correlated.
+        """
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(len(self.schedule), _NUMBERS, generator=generator) * std
+        noise = torch.from_numpy(correlated(self.bands, drawn.numpy())).float()
+        moved = moved_from_zero(UPDATE_RULES[self.rule], self.settings, noise, self.schedule)
+        return float(moved.square().mean().sqrt())
+
     def push(self, sizes: Tensor) -> Tensor:
-        """Return how far constant gradients move parameters (``push_of_signal``)."""
-        return push_of_signal(self.rule, self.settings, sizes, self.schedule)
+        """Return how far constant gradients move parameters in a run, at a rate of 1.
+
+        ``sizes`` are the gradients, of any shape, which is the shape of the result.
+        """
+        gradients = (sizes for _ in self.schedule)
+        return -moved_from_zero(UPDATE_RULES[self.rule], self.settings, gradients, self.schedule)
+
+    def one_step(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the change of weights in one step with constant gradients, at a rate of 1.
+
+        An update rule treats all elements alike. So it runs on a table of sizes, and the results
+        are interpolated. ``gradients`` has a tensor of any shape for each parameter name.
+        """
+        largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
+        if not largest:
+            return {}
+        sizes = torch.cat([torch.zeros(1), largest * torch.logspace(-8, 0, 65)])
+        moved = self.push(sizes).div(self.steps).numpy()
+        found = {}
+        for name, z in gradients.items():
+            step = np.interp(z.abs().numpy(), sizes.numpy(), moved)
+            found[name] = torch.from_numpy(step).float() * -z.sign()
+        return found
 
     def at(self, part: Iterable[str], rate: float) -> dict[str, float]:
         """Return the learning rates of some parameters, with the user's factors."""
@@ -145,10 +135,7 @@ class Setting(NamedTuple):
         self, trainable: Mapping[str, nn.Parameter], projectors: Mapping[str, Projector]
     ) -> dict[str, Noise]:
         """Return the noise that the run adds to each trained parameter."""
-        walks = {
-            std: walk_of_noise(self.rule, self.settings, std, self.schedule, self.bands)
-            for std in set(self.stds.values())
-        }
+        walks = {std: self.walk(std) for std in set(self.stds.values())}
         released = math.sqrt(np.square(released_noise(self.bands, len(self.schedule))).mean())
         return {
             name: Noise(trainable[name], std * released, walks[std], projectors.get(name))
@@ -284,7 +271,7 @@ def _body(
         start = _START * _root_mean_square(body) / _walk(body)
         at = setting.at
         by_noise = _reaching(lambda rate: drift_of_noise((*at(body, rate).items(),)), start)
-        one_step = steps_of(features.signal(setting.most), setting.push, setting.steps)
+        one_step = setting.one_step(features.signal(setting.most))
 
         def drift_of_signal(rate: float) -> float:
             own = at(body, rate)
@@ -422,31 +409,6 @@ def _step_of_signal(noise: Part, setting: Setting) -> float:
     root = math.sqrt(sum(math.prod(own.shape) for own in noise.values()))
     longest = torch.tensor([max(setting.most.values()) / root])
     return float(setting.push(longest)) * root / setting.steps
-
-
-def steps_of(
-    gradients: Mapping[str, Tensor], push: Callable[[Tensor], Tensor], steps: float
-) -> dict[str, Tensor]:
-    """Return the change of weights in one step of a run with constant gradients, at a rate of 1.
-
-    An update rule treats all elements alike. So it runs on a table of sizes, and the results are
-    interpolated.
-
-    Args:
-        gradients: parameter name -> constant gradient.
-        push: returns how far constant gradients move weights in a run, as ``push_of_signal`` does.
-        steps: the number of steps of the run.
-    """
-    largest = max((float(z.abs().max()) for z in gradients.values()), default=0.0)
-    if not largest:
-        return {}
-    sizes = torch.cat([torch.zeros(1), largest * torch.logspace(-8, 0, 65)])
-    moved = push(sizes).div(steps).numpy()
-    found = {}
-    for name, z in gradients.items():
-        step = np.interp(z.abs().numpy(), sizes.numpy(), moved)
-        found[name] = torch.from_numpy(step).float() * -z.sign()
-    return found
 
 
 def _root_mean_square(part: Part) -> float:

@@ -31,14 +31,12 @@ from transformers import (
 
 from dp_grape_hf.accounting import usual_batch_size
 from dp_grape_hf.choosing import (
+    Setting,
     average_at_first,
     clipped_apart,
     is_pretrained,
     last_layer,
-    push_of_signal,
-    steps_of,
     train_matrices_only,
-    walk_of_noise,
 )
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import RewardLoss, loss_for
@@ -110,23 +108,31 @@ def test_given_steps_decide_a_batch_of_at_most_a_tenth(
 # ---- The walk of the noise ----
 
 
+def setting(
+    rule: str, schedule: Any, bands: tuple[float, ...] = (1.0,), **settings: float
+) -> Setting:
+    of_a_run: Any = dict.fromkeys(Setting._fields)
+    given = {"rule": rule, "schedule": schedule, "bands": bands, "settings": settings}
+    return Setting(**of_a_run | given)
+
+
 def test_the_walk_of_momentum_is_that_of_its_sum() -> None:
     """A noise n at step k has moved a number by (1 - b^(T-k)) / (1 - b) at the end."""
     beta, steps = 0.9, 40
     weights = [(1 - beta ** (steps - k)) / (1 - beta) for k in range(steps)]
     expected = 0.3 * sum(w**2 for w in weights) ** 0.5
-    found = walk_of_noise("momentum", {"momentum": beta}, 0.3, [1.0] * steps)
+    found = setting("momentum", [1.0] * steps, momentum=beta).walk(0.3)
     assert found == pytest.approx(expected, rel=0.1)
 
 
 def test_the_walk_of_sgd_follows_the_schedule() -> None:
     schedule = [1.0, 0.5, 0.25]
     expected = 2.0 * sum(s**2 for s in schedule) ** 0.5
-    assert walk_of_noise("sgd", {}, 2.0, schedule) == pytest.approx(expected, rel=0.1)
+    assert setting("sgd", schedule).walk(2.0) == pytest.approx(expected, rel=0.1)
 
 
 def test_the_walk_of_adam_does_not_depend_on_noise_size() -> None:
-    small, large = (walk_of_noise("adam", {}, std, [1.0] * 50) for std in (0.01, 10.0))
+    small, large = (setting("adam", [1.0] * 50).walk(std) for std in (0.01, 10.0))
     assert small == pytest.approx(large, rel=1e-3)
 
 
@@ -250,7 +256,7 @@ def test_head_inputs_are_partially_whitened_unless_an_adapter_is_saved(
     size = float((features @ matrix).square().sum(1).mean().sqrt())
     own, schedule = trainer.plan.mechanism, [1.0] * trainer.plan.steps
     std = own.noise_multiplier * own.max_grad_norm / own.expected_batch_size
-    walk = walk_of_noise("momentum", {"momentum": 0.9}, std, schedule, own.bands)
+    walk = setting("momentum", schedule, own.bands, momentum=0.9).walk(std)
     in_logits = trainer.rates.head.rate * walk * size
     assert trainer.rates.head.effect == pytest.approx(in_logits, rel=0.05)
 
@@ -293,7 +299,7 @@ def test_an_untrained_models_rate_is_limited_by_noise_or_steps(
     steps = trainer.plan.steps
     linear = [1 - step / steps for step in range(steps)]
     std = trainer.rates.body.noise / trainer.rates.body.numbers**0.5
-    by_noise = 2.7 * size / walk_of_noise("sgd", {}, std, linear)
+    by_noise = 2.7 * size / setting("sgd", linear).walk(std)
     by_steps = 0.15 * norm  # C is 1, and SGD moves by the rate
     expected = {"noise": by_noise, "step": by_steps}
     assert min(expected, key=lambda name: expected[name]) == bound
@@ -406,13 +412,10 @@ def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path
 
 
 def test_adam_moves_all_numbers_alike_whatever_their_gradients() -> None:
-    def push(sizes: Tensor) -> Tensor:
-        return push_of_signal("adam", {}, sizes, [1.0] * 9)
-
-    gradients = {"weight": torch.tensor([[1e-3, -2.0], [0.0, 0.5]])}
-    steps = steps_of(gradients, push, 9)["weight"]
+    adam = setting("adam", [1.0] * 9)
+    steps = adam.one_step({"weight": torch.tensor([[1e-3, -2.0], [0.0, 0.5]])})["weight"]
     torch.testing.assert_close(steps, torch.tensor([[-1.0, 1.0], [0.0, -1.0]]), rtol=1e-3, atol=0)
-    assert steps_of({"weight": torch.zeros(2)}, push, 9) == {}
+    assert adam.one_step({"weight": torch.zeros(2)}) == {}
 
 
 # ---- A run ----
@@ -537,8 +540,8 @@ def test_no_warning_concerns_chosen_settings(
 
 def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
     sizes = torch.tensor([0.0, 2.0, 7.0])
-    assert push_of_signal("sgd", {}, sizes, [1.0, 0.5]).tolist() == pytest.approx([0, 3, 10.5])
-    assert push_of_signal("adam", {}, sizes, [1.0] * 5).tolist() == pytest.approx([0, 5, 5])
+    assert setting("sgd", [1.0, 0.5]).push(sizes).tolist() == pytest.approx([0, 3, 10.5])
+    assert setting("adam", [1.0] * 5).push(sizes).tolist() == pytest.approx([0, 5, 5])
 
 
 # ---- It says what it chose ----
