@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from time import monotonic
 from typing import Any
 
 from tqdm import tqdm
@@ -63,15 +62,13 @@ def simulated_gpu() -> Iterator[None]:
 
 # ---- Before the first step ----
 
-_QUIET = 2.0  # seconds in which nothing is shown, before a progress bar is
+_QUIET = 2.0  # seconds before a progress bar is shown
 _bar: ContextVar[Any] = ContextVar("bar", default=None)
 
 
 @contextmanager
 def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Iterator[None]:
-    """Show a progress bar once nothing has been shown for two seconds.
-
-    The seconds of earlier code that showed no bar count, if this code follows within two seconds.
+    """Show a progress bar if the work takes more than two seconds.
 
     Args:
         doing: description of the work.
@@ -81,37 +78,12 @@ def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Ite
     outer = _bar.get()
     if shown is None:
         shown = outer is not None and not outer.disable
-    delay = _silence.left(anew=outer is None)
-    with tqdm(desc=doing, unit=f" {unit}", delay=delay, leave=False, disable=not shown) as bar:
+    with tqdm(desc=doing, unit=f" {unit}", delay=_QUIET, leave=False, disable=not shown) as bar:
         token = _bar.set(bar)
         try:
             yield
         finally:
             _bar.reset(token)
-            _silence.end(shown=shown and (delay == 0 or bar.last_print_n > 0))
-
-
-class _Silence:
-    """The time in which pieces of work follow one another and no bar is shown."""
-
-    def __init__(self) -> None:
-        self._begin = self._end = float("-inf")
-
-    def left(self, anew: bool) -> float:
-        """Return the seconds until a bar is shown; ``anew`` if no other work is going on."""
-        now = monotonic()
-        if anew and now - self._end > _QUIET:
-            self._begin = now
-        return max(0.0, self._begin + _QUIET - now)
-
-    def end(self, shown: bool) -> None:
-        """Note that a piece of work has ended, and whether its bar was shown."""
-        self._end = monotonic()
-        if shown:
-            self._begin = self._end
-
-
-_silence = _Silence()
 
 
 def advance(of: int | None = None) -> None:

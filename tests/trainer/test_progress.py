@@ -28,23 +28,6 @@ def test_a_progress_bar_counts_passes_and_shows_inner_bars(
     assert "Inner: 0 passes" in text
 
 
-def test_short_pieces_of_work_are_shown_after_two_seconds_together(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    now = [1e6]
-    monkeypatch.setattr(phases, "_QUIET", 2.0)
-    monkeypatch.setattr(phases, "monotonic", lambda: now[0])
-    for doing in ("One", "Two", "Three", "Four"):  # at 0, 1.1, 2.2 and 3.3 seconds
-        with progress(doing, shown=True):
-            now[0] += 1.1
-    now[0] += 60
-    with progress("Later", shown=True):
-        pass
-    text = capsys.readouterr().err
-    assert "Three: 0 passes" in text
-    assert not any(doing in text for doing in ("One", "Two", "Four", "Later"))
-
-
 @pytest.mark.parametrize("shown", [False, None])
 def test_nothing_is_shown_unless_it_is_asked_for(
     shown: bool | None, capsys: pytest.CaptureFixture[str]
