@@ -1,8 +1,8 @@
 """Save and publish a private model with its ledger and model card, and verify them.
 
 ``publisher`` saves a model with its ledger and its card into an empty folder. The files then
-replace the files of a local folder, or ``hub`` uploads them as one commit. ``statement`` writes the
-privacy claim that a ledger supports, ``card`` writes the model card around it, and ``configs``
+replace the files of a local folder, or are uploaded as one commit. ``statement`` writes the privacy
+claim that a ledger supports, ``card`` writes the model card around it, and ``configs``
 removes local paths from the saved configs. ``verification`` compares card, files and ledger.
 ``adapter`` saves the change of a run as a PEFT adapter, and ``model_files`` lists the files of a
 model.

@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from huggingface_hub import CommitInfo, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,8 +23,14 @@ from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, beside_its_ledger
 from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
-from dp_grape_hf.publishing.hub import open_repository, send
-from dp_grape_hf.publishing.model_files import INDEX, MODEL, digests, files_in
+from dp_grape_hf.publishing.model_files import (
+    ADAPTER_CONFIG,
+    INDEX,
+    MODEL,
+    digests,
+    files_in,
+    is_weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +202,12 @@ class Publisher:
         Raises:
             Exception: an error of ``huggingface_hub``, with a note that says what to do.
         """
-        self.repo_id, self._token = open_repository(self._api, name, token, private), token
+        try:
+            opened = self._api.create_repo(name, token=token, private=private, exist_ok=True)
+        except Exception as error:
+            error.add_note(f"The repository {name} cannot be created or opened. {_advice(error)}")
+            raise
+        self.repo_id, self._token = opened.repo_id, token
         return self.repo_id
 
     def push(
@@ -212,9 +224,10 @@ class Publisher:
     ) -> CommitInfo | Future[CommitInfo]:
         """Save into an empty folder, and publish exactly this folder in one commit.
 
-        The folder contains only the files that ``save`` writes. Local paths are removed from the
-        configs. The card of a run without a guarantee says so. You may change the model after this
-        method has returned.
+        The Hub shows all files of a commit or none. So weights never appear without their ledger
+        and card, and a failed push does not change the repository. The folder contains only the
+        files that ``save`` writes. Local paths are removed from the configs. The card of a run
+        without a guarantee says so. You may change the model after this method has returned.
 
         Args:
             updates: the number of updates in the weights.
@@ -229,7 +242,8 @@ class Publisher:
 
         Raises:
             PrivacyError: no repository is open, the repository contains weights of another origin,
-                or a config names other weights; or an error of ``save``.
+                the files changed after they were saved, or a config names other weights; or an
+                error of ``save``.
             Exception: an error of ``huggingface_hub``, with a note about the state of the
                 repository.
         """
@@ -245,21 +259,42 @@ class Publisher:
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
-        rest = (
-            self._api,
-            fresh,
-            self.repo_id,
-            ("", *copies),
-            message,
-            token or self._token,
-            revision,
-        )
+        access = {"token": token or self._token, "revision": revision}
+        rest = fresh, self.repo_id, ("", *copies), message, access
         if not background:
-            return send(*rest)
-        push: Future[CommitInfo] = self._api.run_as_future(send, *rest)
+            return self._send(*rest)
+        push: Future[CommitInfo] = self._api.run_as_future(self._send, *rest)
         push.add_done_callback(self._report)
         self._pushes = [*(p for p in self._pushes if not p.done()), push]
         return push
+
+    def _send(
+        self, folder: Path, repo_id: str, places: tuple[str, ...], message: str, access: Any
+    ) -> CommitInfo:
+        """Publish exactly the files of a folder in one commit, and remove the folder.
+
+        ``places`` are the folders of the repository that receive the files.
+        """
+        try:
+            _require_as_saved(folder)
+            files, _ = files_in(folder)
+            targets = {
+                PurePosixPath(place, name): files[name] for place in places for name in files
+            }
+            there = self._api.list_repo_files(repo_id, **access)
+            _refuse_foreign_weights(repo_id, set(map(PurePosixPath, there)), set(targets))
+            adds = [CommitOperationAdd(str(target), file) for target, file in targets.items()]
+            return self._api.create_commit(repo_id, adds, commit_message=message, **access)
+        except PrivacyError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"{repo_id} shows no file of this push, or all of them if only the Hub's answer "
+                f"was lost. Other files there were not changed. {_advice(error)}"
+            )
+            raise
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
     @property
     def busy(self) -> bool:
@@ -307,3 +342,42 @@ def _put_in_place(fresh: Path, folder: Path) -> None:
         for path in folder.iterdir():
             if _PART.fullmatch(path.name) and path.name not in files:
                 path.unlink()
+
+
+def _refuse_foreign_weights(
+    repo_id: str, there: set[PurePosixPath], targets: set[PurePosixPath]
+) -> None:
+    places = {target.parent for target in targets}
+    if foreign := sorted(
+        str(path)
+        for path in there - targets
+        if path.parent in places and (is_weights(path.name) or path.name.lower() == ADAPTER_CONFIG)
+    ):
+        raise PrivacyError(
+            f"{repo_id} contains {', '.join(foreign)}, which this run did not make. The card and "
+            "the ledger would seem to describe them. Delete these files there, or publish under "
+            "another hub_model_id."
+        )
+
+
+def _require_as_saved(folder: Path) -> None:
+    """Refuse a folder whose files differ from the digests in its ledger."""
+    saved = Ledger.load(folder / LEDGER_NAME).saved
+    recorded, digests_now = saved[-1].files if saved else {}, digests(folder)
+    if other := sorted(
+        n for n in recorded.keys() | digests_now if recorded.get(n) != digests_now.get(n)
+    ):
+        raise PrivacyError(
+            f"{', '.join(other)} in {folder} changed after the model was saved there, so the "
+            "ledger does not describe it. Nothing was sent. Find the program that writes there, "
+            "and push again."
+        )
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403):
+        return (
+            "The token was refused: pass one that may write to this repository as hub_token, or "
+            "log in with hf auth login."
+        )
+    return "The model is saved on this machine; push again with trainer.push_to_hub()."

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from dp_grape_hf.accounting import DEFAULT, AccountantFailure, rounded_up
 from dp_grape_hf.errors import PrivacyError, require
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Weights
+from dp_grape_hf.publishing import statement
 from dp_grape_hf.publishing.configs import BASE, CODE, WEIGHTS, json_of, sent_elsewhere
 from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG,
@@ -32,21 +33,6 @@ from dp_grape_hf.publishing.model_files import (
     digest,
     files_in,
     is_weights,
-)
-from dp_grape_hf.publishing.statement import (
-    LAST_DIGITS,
-    METADATA,
-    TAG,
-    epsilon_in,
-    epsilon_text,
-    is_tagged,
-    is_written_so,
-    metadata_of,
-    number_in,
-    read_metadata,
-    statement_in,
-    statement_of,
-    without_guarantee,
 )
 
 OK, MISMATCH, ABSENT = "ok", "MISMATCH", "absent"
@@ -98,7 +84,7 @@ def verify(place: Path, *, delta: float | None = None, head: str | None = None) 
         return [Check("ledger", MISMATCH, "-", f"{error}")]
     folder = path.parent if place.is_dir() else None
     card, spent = _card(folder), ledger.known_epsilon()
-    reasons = without_guarantee(ledger, 0.0 if spent is None else spent)
+    reasons = statement.without_guarantee(ledger, 0.0 if spent is None else spent)
     return [
         *_of_the_chain(ledger, head),
         *_of_the_live_ledger(ledger, folder),
@@ -147,8 +133,8 @@ def _of_the_guarantee(card: str | None, reasons: list[str]) -> Check:
     found = f"none: {'; '.join(reasons)}" if reasons else "private"
     if card is None:
         return Check("guarantee", ABSENT, "-", found)
-    tagged = is_tagged(card)
-    stated = f"tagged {TAG}" if tagged else "not tagged"
+    tagged = statement.is_tagged(card)
+    stated = f"tagged {statement.TAG}" if tagged else "not tagged"
     return Check("guarantee", MISMATCH if tagged and reasons else OK, stated, found)
 
 
@@ -182,7 +168,7 @@ def _of_epsilon(
             continue
         bounds.append(epsilon)
         same = source == "card" and name == mechanism.accountant
-        slack = LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
+        slack = statement.LAST_DIGITS if same else _BETWEEN_ACCOUNTANTS
         fits = claim is None or epsilon <= claim * (1 + slack) + slack or not ledger.private
         role = at if name == mechanism.accountant else SECOND_OPINION
         found = f"{_up(epsilon)} {role}"
@@ -209,7 +195,7 @@ def _card(folder: Path | None) -> str | None:
 
 def _claimed(card: str) -> float | None:
     try:
-        return number_in(epsilon_in(statement_in(card)))
+        return statement.number_in(statement.epsilon_in(statement.statement_in(card)))
     except PrivacyError:
         return None
 
@@ -225,21 +211,26 @@ def _of_the_card(
     if card is None:
         return Check(what, ABSENT, "-", f"no {CARD_NAME} next to the ledger")
     try:
-        stated = statement_in(card)
+        stated = statement.statement_in(card)
     except PrivacyError as error:
         return Check(what, MISMATCH, "not readable", f"{error}")
-    epsilon = epsilon_in(stated)
-    near = number_in(epsilon) if spent is None else spent
-    if near is None or not is_written_so(epsilon, near):
-        epsilon = "not known here" if spent is None else epsilon_text(spent)
-    expected = statement_of(ledger, epsilon, reasons)
+    epsilon = statement.epsilon_in(stated)
+    near = statement.number_in(epsilon) if spent is None else spent
+    if near is None or not statement.is_written_so(epsilon, near):
+        epsilon = "not known here" if spent is None else statement.epsilon_text(spent)
+    expected = statement.statement_of(ledger, epsilon, reasons)
     for ours, theirs in zip_longest(stated.split("\n"), expected.split("\n")):
         if ours != theirs:
             return Check(what, MISMATCH, ours or "no such line", theirs or "no such line")
-    data = read_metadata(card) or {}
-    claim = None if reasons else metadata_of(ledger, epsilon)
-    if METADATA in data and data[METADATA] != claim:
-        return Check(what, MISMATCH, f"{METADATA}: {data[METADATA]}", f"{claim or 'no guarantee'}")
+    data = statement.read_metadata(card) or {}
+    claim = None if reasons else statement.metadata_of(ledger, epsilon)
+    if statement.METADATA in data and data[statement.METADATA] != claim:
+        return Check(
+            what,
+            MISMATCH,
+            f"{statement.METADATA}: {data[statement.METADATA]}",
+            f"{claim or 'no guarantee'}",
+        )
     if spent is None:
         return Check(what, ABSENT, f"ε = {epsilon}", "not known here, see above; all else agrees")
     return Check(what, OK, f"ε = {epsilon}", "byte for byte; the rest of the card is not checked")

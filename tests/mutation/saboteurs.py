@@ -38,7 +38,7 @@ from dp_grape_hf.mechanism import (
 from dp_grape_hf.mechanism.banded import BandedNoise, Groups
 from dp_grape_hf.mechanism.clipping import Factors, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
-from dp_grape_hf.publishing import hub, model_files, verification
+from dp_grape_hf.publishing import model_files, publisher, verification
 from dp_grape_hf.publishing.model_files import is_weights
 from dp_grape_hf.trainer import collators, inputs_by_form, mixin, overlap, remembered
 
@@ -672,7 +672,7 @@ BROKEN: dict[str, Apply] = {
     "synthetic inputs are as long as the first example": _with(inputs_by_form, "LENGTHS", ()),
     "reading the first example is not watched": _with(mixin, "form_of", _form_unwatched),
     "a folder that changed after the model was saved is sent": _with(
-        hub, "_require_as_saved", lambda folder: None
+        publisher, "_require_as_saved", lambda folder: None
     ),
 }
 """Name of a saboteur -> what breaks the mechanism."""

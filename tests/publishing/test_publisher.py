@@ -15,7 +15,6 @@ from dp_grape_hf.publishing import (
     MISMATCH,
     Adapter,
     Publisher,
-    publisher as publisher_module,
     verify,
 )
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
@@ -79,7 +78,7 @@ def test_local_paths_in_configs_are_not_published_and_verification_passes(
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path / "here", model)
     publisher.repo_id = "user/model"
     there = tmp_path / "there"
-    monkeypatch.setattr(publisher_module, "send", lambda api, folder, *_: folder.rename(there))
+    monkeypatch.setattr(Publisher, "_send", lambda self, folder, *_: folder.rename(there))
     publisher.save(0)
     publisher.push(0)
     for place in ("here", "there"):
