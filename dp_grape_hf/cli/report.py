@@ -14,7 +14,7 @@ from tqdm import tqdm
 from dp_grape_hf.accounting import EpsilonCurve, rounded_up
 from dp_grape_hf.cli.ledger import in_words
 from dp_grape_hf.errors import PrivacyError, require
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Release, Resume, Start, Weights
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.trainer import logged
 
 PAGE, PICTURE = "report.md", "report.png"
@@ -38,17 +38,10 @@ def run(args: argparse.Namespace) -> str:
             "dp-grape report needs matplotlib, which is not installed. Run `pip install "
             "matplotlib`."
         ) from error
-    panels: list[Any] = [_draw_epsilon]
-    draw = {
-        _draw_signal: "noise",
-        _draw_rate: "learning_rate",
-        _draw_metrics: "eval_",
-    }
-    panels += [
-        panel
-        for panel, start in draw.items()
-        if any(name.startswith(start) for line in lines for name in line)
-    ]
+    names = {name for line in lines for name in line}
+    begin = {_draw_signal: "noise", _draw_rate: "learning_rate", _draw_metrics: "eval_"}
+    drawn = [d for d in begin if any(name.startswith(begin[d]) for name in names)]
+    panels: list[Any] = [_draw_epsilon, *drawn]
     figure = Figure(figsize=(7, 3 * len(panels)), layout="constrained")
     for axes, panel in zip(figure.subplots(len(panels), squeeze=False).flat, panels, strict=True):
         panel(axes, ledger, delta, lines)
@@ -97,10 +90,6 @@ def _draw_epsilon(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> Non
     target = ledger.mechanism.target_epsilon
     if target is not None:
         axes.axhline(target, color="C3", linestyle="--", label=f"budget, {target:g}")
-    for label, color, style, at in _events(ledger):
-        for n, step in enumerate(at):
-            once = label if n == 0 else "_again"  # legends leave out labels with an underscore
-            axes.axvline(step, color=color, linestyle=style, linewidth=0.8, label=once)
     spent = rounded_up(epsilons[-1], 3)
     axes.set(
         xlabel="releases",
@@ -133,13 +122,8 @@ def _draw_rate(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
 
 def _draw_metrics(axes: Any, ledger: Ledger, delta: float, lines: _Lines) -> None:
     left_out = ("runtime", "per_second", "jit_compilation_time")
-    names = dict.fromkeys(
-        name
-        for line in lines
-        for name in line
-        if name.startswith("eval_") and not name.endswith(left_out)
-    )
-    for name in names:
+    names = dict.fromkeys(name for line in lines for name in line if name.startswith("eval_"))
+    for name in (name for name in names if not name.endswith(left_out)):
         _line(axes, lines, name, name.removeprefix("eval_"), marker="o")
     axes.set(xlabel="step", title="Metrics of evaluation data, which epsilon does not cover")
 
@@ -169,20 +153,3 @@ def _curve(ledger: Ledger, delta: float) -> tuple[list[int], list[float]]:
         before = ends[n] - blocks[n].steps
         epsilons.append(curves[n].epsilon(done - before))
     return steps, epsilons
-
-
-def _events(ledger: Ledger) -> Iterator[tuple[str, str, str, list[int]]]:
-    """Yield a label, a colour, a line style and numbers of releases for saves and resumptions."""
-    ids = {run.start.run_id for run in ledger.composed_runs}
-    at: dict[type[object], list[int]] = {Weights: [], Resume: [], Start: []}
-    total, counts = 0, False
-    for entry, _ in ledger.links:
-        if isinstance(entry, Start):
-            counts = entry.run_id in ids
-        if isinstance(entry, Release) and counts:
-            total += entry.count
-        elif counts and type(entry) in at:
-            at[type(entry)].append(total)
-    yield "weights saved", "0.8", "-", at[Weights]
-    yield "resumed", "C1", ":", at[Resume]
-    yield "another run continues", "C2", "-.", at[Start][1:]
