@@ -102,10 +102,7 @@ def epsilon_lower_bound(
     with a probability of at most ``1 - confidence``.
 
     Args:
-        correct: the number of correct guesses.
-        guesses: the number of guesses, fixed before the run.
-        canaries: m.
-        delta: delta of the guarantee.
+        correct, guesses, canaries, delta: as for ``p_value``.
         confidence: in (0, 1).
 
     >>> round(epsilon_lower_bound(correct=95, guesses=100, canaries=1000, delta=1e-5), 2)
@@ -224,9 +221,6 @@ class AuditResult:
 
 def audit(settings: AuditSettings | None = None) -> AuditResult:
     """Train on canaries, guess which were included, and return a lower bound on epsilon.
-
-    Args:
-        settings: the settings of run and audit; the defaults if None.
 
     Guarantee:
         If the claim of the run is true, the audit fails with a probability of at most

@@ -278,16 +278,12 @@ class PrivacyPlan:
     ) -> Ledger:
         """Start the ledger of a run, or resume the ledger of a checkpoint.
 
-        With several processes, only the first one calls it (``Ledger.shared``).
-
-        Args:
-            checkpoint: the folder to resume from, if any.
-            updates: the number of updates in its weights.
-            before: the ledger of an earlier run of the same weights, if any.
+        With several processes, only the first one calls it (``Ledger.shared``). ``updates`` is the
+        number of updates in the checkpoint's weights; ``before`` is as for ``refuse_start``.
 
         Raises:
-            PrivacyError: if the budget is spent, a resumed ledger does not fit, or the folder
-                belongs to another run (``refuse_used_folder``).
+            PrivacyError: if the budget is spent, a resumed ledger does not fit, or as
+                ``refuse_start``.
         """
         live = Path(str(self.args.output_dir)) / LEDGER_NAME
         if checkpoint is not None:
@@ -330,12 +326,9 @@ class PrivacyPlan:
     def refuse_start(self, before: Ledger | None) -> None:
         """Refuse a new run that would not count the releases of an earlier run.
 
-        Args:
-            before: the ledger of an earlier run of the same weights, if any.
-
         Raises:
-            PrivacyError: that ledger has releases, or the folder belongs to another run
-                (``refuse_used_folder``).
+            PrivacyError: ``before``, the ledger of an earlier run of the same weights, has
+                releases; or the folder belongs to another run (``refuse_used_folder``).
         """
         if before is not None and before.steps:
             raise PrivacyError(

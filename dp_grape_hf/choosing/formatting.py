@@ -27,15 +27,9 @@ def run_tables(
     schedule: str,
     notes: Iterable[str] = (),
 ) -> str:
-    """Return tables of a run that will start: its parameters, its trained parts and their rates.
+    """Return tables of a run of T ``steps`` that will start: its parameters, parts and rates.
 
-    Args:
-        rates: the learning rates, with the effect of the noise of the run.
-        mechanism: the mechanism of the run.
-        steps: T, the number of steps.
-        rule: the name of the optimizer.
-        schedule: the name of the schedule of the learning rate.
-        notes: sentences that are printed below the tables.
+    ``rule`` and ``schedule`` are names. ``notes`` are sentences that are printed below the tables.
     """
     promise, unit = "", mechanism.privacy_unit
     if mechanism.target_epsilon is not None:

@@ -66,9 +66,7 @@ class LastLayer(NamedTuple):
 def last_layer(model: nn.Module, batch: Mapping[str, Any]) -> LastLayer:
     """Return the linear layer that runs last, which computes the logits if it is a head.
 
-    Args:
-        model: the model, in evaluation mode.
-        batch: public inputs.
+    The model is in evaluation mode, and reads a batch of public inputs.
 
     Raises:
         ValueError: if no linear layer runs.
@@ -94,11 +92,8 @@ def reading_numbers(model: nn.Module, batch: Mapping[str, Any]) -> list[str]:
     """Return the names of linear layers that read the numbers of an example directly.
 
     With all parameters at zero, only the input of such a layer differs between examples. It may
-    contain other values too, and the numbers may have passed a fixed transformation.
-
-    Args:
-        model: in evaluation mode.
-        batch: synthetic or public inputs, of at least two rows.
+    contain other values too, and the numbers may have passed a fixed transformation. The model is
+    in evaluation mode, and reads synthetic or public inputs of at least two rows.
     """
     weights = dict(model.named_parameters())
     if not all(weight.is_floating_point() for weight in weights.values()):
@@ -128,12 +123,9 @@ def train_matrices_only(model: Any, output: str) -> list[str]:
     few examples have a gradient there. The first principal directions of a matrix can move the
     layer's output as a bias would.
 
-    A model in which you froze a parameter is not changed. Neither is a model without pretrained
-    weights, because its embeddings must be trained.
-
-    Args:
-        model: the model; it may have frozen parameters.
-        output: the name of the layer that computes the logits.
+    The caller leaves out a model in which you froze a parameter, and a model without pretrained
+    weights, because its embeddings must be trained. ``output`` is the name of the layer that
+    computes the logits.
 
     Returns:
         The names of the parameters that this function froze.
@@ -158,10 +150,7 @@ def clipped_apart(model: nn.Module, output: str) -> str | None:
     The gradient of a pretrained body is two to twenty times as long as the gradient of its head,
     and the ratio changes as the head grows. If they were clipped together, the body would leave
     little of C to the head. If they are clipped separately, their shares of C stay constant.
-
-    Args:
-        model: the model; parameters that are not trained are frozen.
-        output: the name of the layer that computes the logits.
+    ``output`` is the name of the layer that computes the logits.
 
     Returns:
         None if the head is not a separate layer, if nothing else is trained, or if the weights are
@@ -187,12 +176,7 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     function sets the weights of the last layer: with queries of zero it attends equally to all
     positions, its values are its inputs, and its feed-forward part adds nothing. A pooler behind it
     becomes the identity. The class and the configuration of the model do not change, and training
-    may change all these weights.
-
-    Args:
-        model: the model, in evaluation mode.
-        output: the layer that computes the logits.
-        batch: public inputs.
+    may change all these weights. The arguments are those of ``is_new_at_first``.
 
     Returns:
         The name of the last layer. None if the head is not new, if it does not read the first

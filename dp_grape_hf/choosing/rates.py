@@ -221,16 +221,11 @@ def measure(
 ) -> Rates:
     """Choose learning rates, or measure the effect of given ones.
 
-    The weights are moved for the measurement, and restored. Without a last layer, and for random
-    weights without a head, one learning rate follows from norms: the noise of the run, and a single
-    step of nothing but signal, may each change the weights by ``DRIFT`` of their norm.
-
-    Args:
-        model: the model, in evaluation mode.
-        noise: the noise of all trained parameters.
-        setting: what learning rates depend on.
-        last: the linear layer that runs last; None if the model cannot be run on public inputs.
-        batches: public inputs; a few suffice.
+    The model is in evaluation mode. Its weights are moved for the measurement, and restored.
+    ``last`` is the linear layer that runs last, or None if the model cannot be run on public
+    inputs, of which a few batches suffice. Without it, and for random weights without a head, one
+    learning rate follows from norms: the noise of the run, and a single step of nothing but signal,
+    may each change the weights by ``DRIFT`` of their norm.
     """
     chosen_fresh = setting.fresh and setting.given is None
     names: set[str] = set()
@@ -446,24 +441,14 @@ def inputs_of(model: nn.Module, layer: nn.Module, batch: Mapping[str, Any]) -> T
 
 
 class _Features:
-    """The last layer's input activations, and their drift when the weights move.
-
-    Args:
-        model: in evaluation mode.
-        layer: the layer that computes the logits.
-        inputs: synthetic inputs.
-        body: parameter name -> its noise, of the parameters that are moved.
+    """The inputs of the layer of the logits, and their drift when the weights of a body move.
 
     Attributes:
         before: (rows, n), float32, before any move.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        layer: nn.Module,
-        inputs: list[Mapping[str, Any]],
-        body: Part,
+        self, model: nn.Module, layer: nn.Module, inputs: list[Mapping[str, Any]], body: Part
     ) -> None:
         self._model, self._layer, self._inputs, self._body = model, layer, inputs, body
         self.before = self._all()
@@ -471,8 +456,7 @@ class _Features:
     def drift(self, moves: Iterable[tuple[str, Tensor]]) -> float:
         """Return the change of the centred features after moves of weights, divided by their norm.
 
-        Args:
-            moves: (parameter name, move) pairs. The moves have the shape of the private gradients.
+        The moves, by parameter name, have the shape of the private gradients.
         """
         with _moved_by(moves, self._body):
             after = self._all()
@@ -484,10 +468,8 @@ class _Features:
         """Return a gradient with the largest norm that clipping allows, by parameter name.
 
         It is the gradient that separates two random halves of the inputs along a random direction
-        of features, as the labels of two classes would.
-
-        Args:
-            most: parameter name -> the largest norm of the signal in a private update.
+        of features, as the labels of two classes would. ``most`` has the largest norm of the signal
+        in a private update, by parameter name.
         """
         generator = torch.Generator().manual_seed(0)
         known: dict[str, Tensor] = {}

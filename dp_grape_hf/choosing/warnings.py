@@ -23,9 +23,7 @@ FIRST_POSITION = (
 def rate_warnings(rates: Rates, *, chosen: bool) -> list[str]:
     """Return warnings about learning rates, each with the measured number and a remedy.
 
-    Args:
-        rates: the learning rates, with the effect of the noise of the run.
-        chosen: whether the package chose the learning rates.
+    ``chosen`` says whether the package chose the learning rates.
     """
     warnings = []
     body, head = rates.body, rates.head

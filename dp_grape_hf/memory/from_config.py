@@ -89,15 +89,10 @@ class ModelOfConfig:
 
 
 def read_config(option: str, name: str, num_labels: int | None) -> Any:
-    """Return the configuration of a model.
-
-    Args:
-        option: that names the model, for the error.
-        name: of the model, or its folder or file.
-        num_labels: of a classifier; None for the configuration's own.
+    """Return the configuration of a model, with ``num_labels`` unless that is None.
 
     Raises:
-        PrivacyError: if there is none.
+        PrivacyError: if there is none; it names the ``option`` that has the name.
     """
     try:
         config = transformers.AutoConfig.from_pretrained(name)

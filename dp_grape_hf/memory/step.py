@@ -253,13 +253,10 @@ def simulate(
     *,
     gpu: bool = True,
 ) -> Footprint:
-    """Return the memory of a training step, without running it on contents.
+    """Return the memory of a training step, on a GPU or a CPU, without running it on contents.
 
-    Args:
-        build: returns the model with weights of that dtype.
-        batch: returns a batch of that size; floating-point inputs get the weights' dtype.
-        setting: the setting of the step.
-        gpu: whether to simulate the memory of a GPU, or of a CPU.
+    ``build`` returns the model with weights of a dtype, and ``batch`` a batch of a size, whose
+    floating-point inputs get that dtype.
 
     Raises:
         PrivacyError: for a combination that no run can have.

@@ -63,14 +63,11 @@ class Adapter:
     def of(
         cls, model: nn.Module, trained: Iterable[nn.Parameter], projected: Iterable[str]
     ) -> Adapter:
-        """Return the adapter of a model.
+        """Return the adapter of a model before training, which will train some parameters.
 
-        Args:
-            model: the model before training.
-            trained: the trained parameters.
-            projected: the names of the parameters whose change has low rank. Of these, the weights
-                of ``nn.Linear`` and ``Conv1D`` get low-rank factors, unless they are shared or in a
-                module that is saved completely.
+        The change of parameters with a name in ``projected`` has low rank. Of these, the weights of
+        ``nn.Linear`` and ``Conv1D`` get low-rank factors, unless they are shared or in a module
+        that is saved completely.
 
         Raises:
             PrivacyError: no weight gets factors, or PEFT cannot save the model in this way.
@@ -140,9 +137,7 @@ class Adapter:
     def require_smaller(self, ranks: Mapping[str, int], periods: int) -> None:
         """Refuse a run whose factors would have at least as many elements as the weights.
 
-        Args:
-            ranks: name of a weight -> r.
-            periods: the number of projections of each weight in the run.
+        ``ranks`` maps names of weights to r; each weight has ``periods`` projections in the run.
 
         Raises:
             PrivacyError: the factors of a weight are not smaller than the weight.

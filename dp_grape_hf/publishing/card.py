@@ -94,20 +94,11 @@ def declare(
 ) -> CardDetails:
     """Return updated card details, from the arguments of ``Trainer.create_model_card``.
 
-    Args:
-        details: the current details. Arguments below that are None do not change them.
-        eval_data_is_public: whether the data of ``metrics`` are public.
-        language: the language of the model.
-        license: the license of the weights.
-        tags: further tags on the Hub.
-        model_name: the title.
-        finetuned_from: the base model.
-        tasks: tasks on the Hub; only the first one is used.
-        dataset_tags: names of data sets on the Hub.
-        dataset: the same as ``dataset_tags``, which have precedence.
-        dataset_args: ignored; the card does not show configurations of data sets.
-        dataset_name: TRL's name of ``dataset_tags``.
-        metrics: name -> value, such as ``{"accuracy": 0.9}``.
+    Arguments that are None do not change the details. Only the first one of ``tasks`` is used.
+    ``dataset_tags`` are names of data sets on the Hub, and have precedence over ``dataset``;
+    ``dataset_name`` is TRL's name for them. ``dataset_args`` are ignored, because the card does not
+    show configurations of data sets. ``metrics`` has a value for each name, such as ``{"accuracy":
+    0.9}``, and ``eval_data_is_public`` says whether their data are public.
     """
     task = tasks[0] if isinstance(tasks, list) and tasks else tasks
     return replace(
@@ -129,10 +120,8 @@ def render(
 ) -> str:
     """Return the card of a saved model as Markdown with the Hub's metadata.
 
-    Args:
-        ledger: the ledger saved with the weights.
-        details: information that is not in the ledger.
-        updates: the number of updates in the weights, if the ledger does not record saved weights.
+    ``ledger`` is the one saved with the weights, and ``details`` are not in it. Pass ``updates``,
+    the number of updates in the weights, if the ledger does not record saved weights.
 
     Raises:
         PrivacyError: the number of updates is not known, or the ledger has no δ.
@@ -186,13 +175,10 @@ def render(
 
 
 def renewed(written: str, rendered: str, declared: Collection[str] = ()) -> str:
-    """Return a card with a new statement and claim; the author's other text is not changed.
+    """Return the existing card with a new statement and claim, and otherwise unchanged text.
 
-    Args:
-        written: the existing card.
-        rendered: the card that ``render`` makes from the ledger. Its claim replaces the claim in
-            the metadata. Other metadata are added if ``written`` does not have them.
-        declared: keys of the metadata whose values are replaced by the values of ``rendered``.
+    ``rendered`` is the card that ``render`` makes from the ledger. Its claim, and its values of the
+    keys ``declared``, replace those in the metadata. Other metadata are added if they are missing.
 
     Raises:
         PrivacyError: ``written`` does not have exactly one statement, or has unreadable metadata.

@@ -51,11 +51,9 @@ def is_hub_name(name: str) -> bool:
 
 
 def clean_configs(folder: Path, on_hub: OnHub) -> None:
-    """Remove local paths from the configs in a folder, before it is published.
+    """Remove local paths from the configs of a saved model's folder, before it is published.
 
-    Args:
-        folder: a folder that contains only the saved model.
-        on_hub: returns whether a name in a config can be a model on the Hub.
+    ``on_hub`` returns whether a name in a config can be a model on the Hub.
 
     Raises:
         PrivacyError: a config makes loaders read other weights.
