@@ -18,7 +18,6 @@ from transformers.training_args import OptimizerNames
 from dp_grape_hf.accounting import Adjacency
 from dp_grape_hf.arguments.methods import METHODS, Method
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import GradSampleMode
 from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 
 # ---- Contradictions between options of this package ----
@@ -28,6 +27,7 @@ from dp_grape_hf.ledger import BANDED, EXAMPLE, Clipping
 _ONLY_FOR: dict[str, tuple[str, Callable[[Method], bool]]] = {
     "optim_target_modules": ("a projection", lambda row: row.projected),
     "gradient_factors": ("gradients that are clipped", lambda row: row.query is None),
+    "grad_sample_mode": ("per-sample gradients", lambda row: row.query is None),
 }
 
 
@@ -40,7 +40,6 @@ def refuse_contradictions(args: Any) -> None:
     _refuse_promise(args)
     _refuse_method(args)
     _refuse_units(args)
-    _refuse_modes(args)
     _refuse_compilation(args)
     if args.noise == BANDED and (reason := reason_against_bands(args)) is not None:
         raise PrivacyError(f"noise={args.noise!r} with {reason}")
@@ -91,16 +90,6 @@ def _refuse_method(args: Any) -> None:
                 f"{name}={value!r} has no effect: it acts on {what}, and method={args.method!r} "
                 "has none. Leave it out."
             )
-
-
-def _refuse_modes(args: Any) -> None:
-    """Refuse a ``grad_sample_mode`` of a method without per-sample gradients."""
-    mode = args.grad_sample_mode
-    if mode != GradSampleMode.AUTO and METHODS[args.method].query is not None:
-        raise PrivacyError(
-            f"grad_sample_mode={mode!r} has no effect: method={args.method!r} computes no "
-            "per-sample gradients. Leave it out."
-        )
 
 
 def _refuse_compilation(args: Any) -> None:

@@ -84,4 +84,4 @@ def run_tables(
 def _effect(group: Group) -> str:
     if group.output is None:
         return f"changes {group.changes} by {group.effect:.2g} of their size"
-    return f"adds {group.effect:.2g} to {group.output.name}"
+    return f"adds {group.effect:.2g} to {group.output}"

@@ -47,17 +47,11 @@ _HEAD_STEP = 25.0
 """The largest move of an output in a step of nothing but signal, in units of its noise."""
 
 
-class Output(NamedTuple):
-    """The kind of output of a head, and the standard deviation that noise alone may add to it."""
+LOGIT, NUMBER = "a logit", "a number"
+"""The outputs of a classifier, and of a regression, whose labels should be about 1."""
 
-    name: str
-    noise: float
-
-
-LOGIT = Output("a logit", 1.2)
-"""The output of a classifier."""
-NUMBER = Output("a number", 0.2)
-"""The output of a regression, whose labels should be about 1."""
+OUTPUT_NOISE = {LOGIT: 1.2, NUMBER: 0.2}
+"""Output of a head -> the standard deviation that noise alone may add to it."""
 
 FRESH_WALK, FRESH_STEP = 2.7, 0.15
 """Limits for a model without pretrained weights: the noise that a run may add to a parameter, in
@@ -147,14 +141,14 @@ class Group(NamedTuple):
     """The properties of some parameters before a run."""
 
     name: str
-    parameters: tuple[str, ...]
+    parameters: list[str]
     numbers: int  # elements to which noise is added
     rate: float  # learning rate
     noise: float  # norm of the noise in a private update
     most: float  # largest norm of the signal in a private update
     effect: float  # effect of the whole run's noise: relative change, or noise in the output
     limit: str = GIVEN  # the bound that limits the rate
-    output: Output | None = None  # the kind of output, for a head
+    output: str | None = None  # of a head: LOGIT or NUMBER
     changes: str = "features"  # the quantity that ``effect`` is relative to, without an output
     reach: float = math.inf  # largest move of a head's output in the run, without noise
 
@@ -174,23 +168,14 @@ class Rates(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the rates as JSON data for ``from_dict``."""
-        body, head = (
-            group and group._asdict() | {"output": group.output and [*group.output]}
-            for group in (self.body, self.head)
-        )
+        body, head = (group and group._asdict() for group in (self.body, self.head))
         return self._asdict() | {"body": body, "head": head}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Rates:
         """Return the rates from the result of ``to_dict``."""
-        return cls(**{**content, "body": _group(content["body"]), "head": _group(content["head"])})
-
-
-def _group(content: Mapping[str, Any] | None) -> Group | None:
-    if content is None:
-        return None
-    output = content["output"] and Output(*content["output"])
-    return Group(**{**content, "parameters": tuple(content["parameters"]), "output": output})
+        groups = {n: content[n] and Group(**content[n]) for n in ("body", "head")}
+        return cls(**{**content, **groups})
 
 
 class Noise(NamedTuple):
@@ -234,8 +219,14 @@ def measure(
     head = {n: own for n, own in noise.items() if n in names}
     body = {n: own for n, own in noise.items() if n not in names}
     if last is None or (chosen_fresh and not head):
-        rates, limit = _by_norms(model, noise, setting)
-        return Rates(rates, _of_weights(noise, rates, setting, limit), None, setting.fresh)
+        if setting.fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
+            bound = _of_fresh(model, noise, setting)
+        else:
+            norm = DRIFT * math.sqrt(_squared(noise))
+            walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
+            bound = _Bound.lower(norm / walked, norm / _step_of_signal(noise, setting))
+        rates = setting.at(noise, bound.rate)
+        return Rates(rates, _of_weights(noise, rates, setting, bound.limit), None, setting.fresh)
     features = _Features(model, last.module, [*batches], body)
     for_all = _of_fresh(model, noise, setting) if chosen_fresh else None
     of_body = _body(features, body, setting, for_all) if body else ({}, None)
@@ -263,7 +254,8 @@ def _body(
         return features.drift(_random({n: body[n].walk * rate for n, rate in by_name}, body))
 
     def bound() -> _Bound:
-        start = _START * _root_mean_square(body) / _walk(body)
+        count = sum(own.parameter.numel() for own in body.values())
+        start = _START * (math.sqrt(_squared(body) / count) or 1.0) / _walk(body)
         at = setting.at
         by_noise = _reaching(lambda rate: drift_of_noise((*at(body, rate).items(),)), start)
         one_step = setting.one_step(features.signal(setting.most))
@@ -287,7 +279,8 @@ def _head(
     features: _Features, head: Part, setting: Setting, for_all: _Bound | None
 ) -> tuple[dict[str, float], Group]:
     """Return the learning rates of a head, by the noise and the signal in its output."""
-    kind, before = NUMBER if setting.regresses else LOGIT, features.before
+    output, before = NUMBER if setting.regresses else LOGIT, features.before
+    noise = OUTPUT_NOISE[output]
     projected = (own.projector for own in head.values() if own.projector is not None)
     read = next((before @ own.matrix.to(before) for own in projected), before)
     size = max(float(read.square().sum(1).mean().sqrt()), 1e-6)
@@ -296,24 +289,12 @@ def _head(
     reach = float(setting.push(longest)) * width * size  # at a rate of 1
 
     def bound() -> _Bound:
-        by_noise = kind.noise / (walk * size)
-        return _Bound.lower(by_noise, _HEAD_STEP * kind.noise * setting.steps / reach)
+        return _Bound.lower(noise / (walk * size), _HEAD_STEP * noise * setting.steps / reach)
 
     own, limit = _settled(head, setting, for_all, bound)
     rate = max(own.values())
     group = _group_of("head", head, own, setting, limit, walk * rate * size)
-    return own, group._replace(output=kind, reach=rate * reach)
-
-
-def _by_norms(model: nn.Module, noise: Part, setting: Setting) -> tuple[dict[str, float], str]:
-    """Return one learning rate for all parameters, by norms, and what limits it."""
-    if setting.fresh and any(isinstance(m, MATRIX_LAYERS) for m in model.modules()):
-        bound = _of_fresh(model, noise, setting)
-    else:
-        norm = math.sqrt(_squared(noise))
-        walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
-        bound = _Bound.lower(DRIFT * norm / walked, DRIFT * norm / _step_of_signal(noise, setting))
-    return setting.at(noise, bound.rate), bound.limit
+    return own, group._replace(output=output, reach=rate * reach)
 
 
 def _of_weights(part: Part, rates: Mapping[str, float], setting: Setting, limit: str) -> Group:
@@ -348,7 +329,7 @@ def _group_of(
     noise = math.sqrt(sum(numbers[n] * own.std**2 for n, own in part.items()))
     longest = max(setting.most[n] for n in part)
     total, rate = sum(numbers.values()), mode(rates.values())
-    return Group(name, tuple(part), total, rate, noise, longest, effect, limit)
+    return Group(name, list(part), total, rate, noise, longest, effect, limit)
 
 
 class _Bound(NamedTuple):
@@ -404,11 +385,6 @@ def _step_of_signal(noise: Part, setting: Setting) -> float:
     root = math.sqrt(sum(math.prod(own.shape) for own in noise.values()))
     longest = torch.tensor([max(setting.most.values()) / root])
     return float(setting.push(longest)) * root / setting.steps
-
-
-def _root_mean_square(part: Part) -> float:
-    count = sum(own.parameter.numel() for own in part.values())
-    return math.sqrt(_squared(part) / count) or 1.0
 
 
 def _squared(part: Part) -> float:

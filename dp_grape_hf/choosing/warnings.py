@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dp_grape_hf.choosing.rates import Rates
+from dp_grape_hf.choosing.rates import OUTPUT_NOISE, Rates
 
 # Largest change of the features by noise, relative to their norm. Features that noise turns into a
 # constant change by exactly 1.
@@ -36,7 +36,7 @@ def rate_warnings(rates: Rates, *, chosen: bool) -> list[str]:
         )
     if head is None or head.output is None:
         return warnings
-    output, noise = head.output  # its name, and the noise that rates are chosen for
+    output, noise = head.output, OUTPUT_NOISE[head.output]
     if not chosen and head.effect > _MAX_NOISE * noise:
         warnings.append(
             f"At learning_rate={head.rate:.2g}, noise alone will add {head.effect:.2g} to "

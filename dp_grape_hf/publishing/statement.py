@@ -103,14 +103,18 @@ def rows_of(ledger: Ledger) -> dict[str, str]:
     seed = mechanism.projection_seed
     package = _MADE_BY.get(mechanism.accountant)
     version = ledger.versions.get(package or "", "version not recorded")
-    unit = unit_of(mechanism)
+    declared = ""
+    if mechanism.privacy_unit == EXAMPLE:
+        declared = " (a row is an example: declared by the user)"
+    elif mechanism.max_examples_per_unit is not None:
+        declared = f", at most {mechanism.max_examples_per_unit} in a step"
     scaled = ", to which all are scaled" if mechanism.clipping == Clipping.AUTOMATIC else ""
     run = ledger.runs[-1]
     accounted = {"Accounted as": run.accounted_in_words} if run.accounted.bands > 1 else {}
     rows = {
         "δ": _delta(mechanism),
         "Adjacency": mechanism.adjacency.replace("_", " "),
-        "Privacy unit": f"{unit}{_declared(mechanism)}",
+        "Privacy unit": f"{unit_of(mechanism)}{declared}",
         "Sampling": mechanism.sampling_in_words,
         "Dataset size N, as declared": f"{mechanism.num_samples}",
         "Expected batch size q N": f"{mechanism.expected_batch_size:g}",
@@ -133,14 +137,6 @@ def rows_of(ledger: Ledger) -> dict[str, str]:
             f"{len(earlier)}, with {releases} releases, counted in ε as {each}"
         )
     return rows
-
-
-def _declared(mechanism: Mechanism) -> str:
-    """Return a remark on the privacy unit: declared by the user, or the examples of a unit."""
-    if mechanism.privacy_unit == EXAMPLE:
-        return " (a row is an example: declared by the user)"
-    most = mechanism.max_examples_per_unit
-    return "" if most is None else f", at most {most} in a step"
 
 
 def plain(text: str) -> str:
