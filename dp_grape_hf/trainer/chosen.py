@@ -40,12 +40,7 @@ from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import evaluating, rows_of
 from dp_grape_hf.mechanism import bound_of_part
-from dp_grape_hf.projections import (
-    MATRIX_LAYERS,
-    Batches,
-    SyntheticInputs,
-    first_texts,
-)
+from dp_grape_hf.projections import MATRIX_LAYERS, Batches, SyntheticInputs, first_texts
 from dp_grape_hf.trainer.remembered import digest_of, reused_or_made
 from dp_grape_hf.trainer.run import PrivateRun, rule_settings
 

@@ -48,11 +48,7 @@ from dp_grape_hf.mechanism import (
     factors_by_name,
     in_parts,
 )
-from dp_grape_hf.optimizers import (
-    UPDATE_RULES,
-    LowRankUpdates,
-    ProjectedOptimizer,
-)
+from dp_grape_hf.optimizers import UPDATE_RULES, LowRankUpdates, ProjectedOptimizer
 from dp_grape_hf.phases import PROJECTORS, REDRAW, RELEASE, RELEASED, UPDATE, Observer
 from dp_grape_hf.projections import (
     PRINCIPAL,
@@ -189,11 +185,7 @@ class PrivateRun:
         reshard(self.model)
         self.idle = rows_of(batch, slice(1))
 
-    def start(
-        self,
-        ledger: Ledger,
-        noise_generator: torch.Generator,
-    ) -> None:
+    def start(self, ledger: Ledger, noise_generator: torch.Generator) -> None:
         """Make the mechanism, and begin with the present weights.
 
         Args:

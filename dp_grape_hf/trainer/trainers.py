@@ -58,8 +58,7 @@ class DPGrapeSeq2SeqTrainingArguments(DPGrapeArguments, Seq2SeqTrainingArguments
     """
 
     refused_if_set = DPGrapeArguments.refused_if_set | {
-        "sortish_sampler": "Poisson sampling includes each example independently; "
-        "leave it at False",
+        "sortish_sampler": "Poisson sampling includes each example independently; leave it at False"
     }
 
 
