@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -184,7 +183,6 @@ def refuse_public_dataset(dataset: Any, training_data: Any, args: DPGrapeArgumen
         )
 
 
-_REMEMBERED = 64  # pairs of data sets that were compared
 _COINCIDENCE = 0.02  # share of rows that may equal training rows by chance
 
 
@@ -192,8 +190,7 @@ class HeldOut:
     """Check that evaluation data have no training rows; compares each pair of data sets once."""
 
     def __init__(self) -> None:
-        self._training: list[TrainingRows] = []
-        self._disjoint: deque[tuple[Any, Any]] = deque(maxlen=_REMEMBERED)
+        self._training: dict[int, TrainingRows] = {}  # id of the data, which stay alive -> rows
 
     def require(
         self, dataset: Any, training_data: Iterable[Any], args: DPGrapeArguments, what: str
@@ -222,17 +219,14 @@ class HeldOut:
                 continue
             called = what if name is None else f"{what}[{name!r}]"
             for data in training_data:
-                known = any(held is h and data is d for h, d in self._disjoint)
-                if data is not None and not known:
-                    _refuse_shared(self._rows_of(data, args), held, called)
-                    self._disjoint.append((held, data))
-
-    def _rows_of(self, data: Any, args: DPGrapeArguments) -> TrainingRows:
-        for rows in self._training:
-            if rows.data is data:
-                return rows
-        self._training.append(TrainingRows(data, args))
-        return self._training[-1]
+                if data is None:
+                    continue
+                if id(data) not in self._training:
+                    self._training[id(data)] = TrainingRows(data, args)
+                rows = self._training[id(data)]
+                if not any(held is known for known in rows.disjoint):
+                    _refuse_shared(rows, held, called)
+                    rows.disjoint.append(held)
 
 
 def _refuse_shared(rows: TrainingRows, held: Any, what: str) -> None:

@@ -6,8 +6,11 @@ Shapes: N rows.
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
-from tqdm import tqdm
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.gradients import keeping_random_state
+from dp_grape_hf.phases import advance, progress
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 
 Numbers = NDArray[Any]
 
 _SAMPLED = 64  # rows, at most, that show which columns have contents
 _READ = 512  # rows read at once
-_QUIET = 2.0  # seconds before a progress bar is shown
+_REMEMBERED = 64  # data sets that were compared
 
 
 class TrainingRows:
@@ -34,79 +37,76 @@ class TrainingRows:
     Args:
         data: the training data set.
         args: the arguments of the run.
+
+    Attributes:
+        disjoint: data sets that were compared, and that have no training rows; for the caller.
     """
 
     def __init__(self, data: Any, args: DPGrapeArguments) -> None:
         self.data = data
-        rows = np.arange(len(data))
-        self._pieces = [piece for piece in _pieces(data, rows, rows) if len(piece.rows)]
-        self._unit_column, self._no_bar = args.privacy_unit_column, bool(args.disable_tqdm)
+        self.disjoint: deque[Any] = deque(maxlen=_REMEMBERED)
+        self._pieces = _pieces_of(data)
+        self._unit_column, self._shown = args.privacy_unit_column, not args.disable_tqdm
         self._digests: dict[Any, Numbers] = {}
 
     def shared_with(self, dataset: Any, what: str, most: int | None = None) -> Numbers:
         """Return which rows of a data set are training rows, in order.
 
-        A row is a training row if both are the same element of the same object, through
-        ``Subset`` and ``ConcatDataset``, or if both have the same contents. Contents are compared
-        as they are stored, or as they are read if no stored column is in both data sets. Labels
-        and single numbers do not count as contents.
+        A row is a training row if both are the same element of the same object (``elements_of``),
+        or if both have the same contents. Contents are compared as they are stored, if both are a
+        ``datasets.Dataset`` with such a column, or as they are read. Labels and single numbers do
+        not count as contents.
 
         Args:
             dataset: another data set with a length.
             what: its name in messages.
             most: compare at most this many first rows; all if None.
         """
-        rows = np.arange(len(dataset))[:most]
-        others = [*_pieces(dataset, rows, rows)]
-        shared = self._elements_in(others)
-        if not len(shared):
-            with keeping_random_state():  # data sets may draw random numbers
-                shared = np.unique(self._with_equal_contents(others, f"Comparing it with {what}"))
-        return shared
+        shared = self.elements_of(dataset, most)
+        if len(shared):
+            return shared
+        others, doing = _pieces_of(dataset, most), f"Comparing it with {what}"
+        with keeping_random_state():  # data sets may draw random numbers
+            return np.unique(self._with_equal_contents(others, doing))
 
-    def elements_of(self, dataset: Any) -> Numbers:
+    def elements_of(self, dataset: Any, most: int | None = None) -> Numbers:
         """Return which rows of a data set are elements of the training data set's objects.
+
+        They are compared through ``Subset`` and ``ConcatDataset``.
 
         Args:
             dataset: as for ``shared_with``.
+            most: as for ``shared_with``.
         """
-        rows = np.arange(len(dataset))
-        return self._elements_in([*_pieces(dataset, rows, rows)])
-
-    def _elements_in(self, others: list[_Piece]) -> Numbers:
-        pairs = [(p, other) for p in self._pieces for other in others if p.data is other.data]
-        shared = [other.at[np.isin(other.rows, p.rows)] for p, other in pairs]
+        pairs = product(self._pieces, _pieces_of(dataset, most))
+        shared = [o.at[np.isin(o.rows, p.rows)] for p, o in pairs if p.data is o.data]
         return np.unique(np.concatenate([np.zeros(0, np.int64), *shared]))
 
     def _with_equal_contents(self, others: list[_Piece], doing: str) -> Numbers:
-        for stored in (True, False):
+        can_be_stored = all(hasattr(p.data, "select_columns") for p in (*self._pieces, *others))
+        for stored in (True, False) if can_be_stored else (False,):
             sample = [row for piece in others for row in _examples(piece.sample(), stored)]
             with explaining_bad_data(self.data, doing):
                 first = next(_examples(self._pieces[0].sample(1), stored), {})
-            if not (names := _contents(sample, [n for n in first if n != self._unit_column])):
-                continue
-            decode = not (stored and _stored_alike([*self._pieces, *others], names))
-            found = self._digest_rows(others, names, stored, decode, doing)
-            if (key := (*names, stored, decode)) not in self._digests:
-                with explaining_bad_data(self.data, doing):
-                    self._digests[key] = self._digest_rows(
-                        self._pieces, names, stored, decode, doing
-                    )
-            shared = np.isin(found, self._digests[key]) & (found != 0)
-            return np.concatenate([piece.at for piece in others])[shared]
+            if names := _contents(sample, [n for n in first if n != self._unit_column]):
+                found = self._digest_rows(others, names, stored, doing)
+                if (key := (*names, stored)) not in self._digests:
+                    with explaining_bad_data(self.data, doing):
+                        self._digests[key] = self._digest_rows(self._pieces, names, stored, doing)
+                shared = np.isin(found, self._digests[key]) & (found != 0)
+                return np.concatenate([piece.at for piece in others])[shared]
         return np.zeros(0, np.int64)
 
     def _digest_rows(
-        self, pieces: list[_Piece], names: list[Any], stored: bool, decode: bool, doing: str
+        self, pieces: list[_Piece], names: list[Any], stored: bool, doing: str
     ) -> Numbers:
         """Return the digests of the rows of some pieces; with the arguments of ``_examples``."""
-        total = sum(len(piece.rows) for piece in pieces)
-        digests = np.zeros(total, np.int64)
-        with tqdm(total=total, desc=doing, delay=_QUIET, disable=self._no_bar) as bar:
-            rows = (row for piece in pieces for row in _examples(piece, stored, names, decode))
+        digests = np.zeros(sum(len(piece.rows) for piece in pieces), np.int64)
+        rows = (row for piece in pieces for row in _examples(piece, stored, names))
+        with progress(doing, self._shown, "rows"):
             for n, row in enumerate(rows):
                 digests[n] = _digest(row, names)
-                bar.update()
+                advance(len(digests))
         return digests
 
 
@@ -145,32 +145,29 @@ def _pieces(data: Any, rows: Numbers, at: Numbers) -> Iterator[_Piece]:
         yield _Piece(data, rows, at)
 
 
-def _stored_alike(pieces: Sequence[_Piece], names: Sequence[Any]) -> bool:
-    """Return whether all pieces have stored columns of these names, each of one type."""
-    if not all(hasattr(piece.data, "select_columns") for piece in pieces):
-        return False
-    kinds = [[type(piece.data.features.get(name)) for name in names] for piece in pieces]
-    return all(kind == kinds[0] for kind in kinds)
+def _pieces_of(data: Any, most: int | None = None) -> list[_Piece]:
+    """Return the objects that make up the first rows of a data set, without empty ones."""
+    rows = np.arange(len(data))[:most]
+    return [piece for piece in _pieces(data, rows, rows) if len(piece.rows)]
 
 
 def _examples(
-    piece: _Piece, stored: bool, names: list[Any] | None = None, decode: bool = False
+    piece: _Piece, stored: bool, names: list[Any] | None = None
 ) -> Iterator[Mapping[Any, Any]]:
-    """Yield rows by name; if ``stored``, a ``datasets.Dataset`` gives its columns untransformed.
+    """Yield rows by name.
 
     Args:
         piece: the rows.
-        stored: whether to read stored columns, without the transform.
-        names: the columns that are read; all if None.
-        decode: whether to decode the images of stored columns.
+        stored: whether to read the stored columns of a ``datasets.Dataset``, without its transform
+            and without decoding images and sounds.
+        names: the stored columns that are read; all if None.
     """
     data = piece.data
-    if stored and hasattr(data, "select_columns"):
+    if stored:
         data = data.with_format(None)
         data = data if names is None else data.select_columns(names)
         for name, kind in data.features.items():
-            image = type(kind).__name__ == "Image"  # others are sounds and films
-            if getattr(kind, "decode", False) and not (image and decode):
+            if getattr(kind, "decode", False):
                 data = data.cast_column(name, replace(kind, decode=False))
         data = data.select(piece.rows)
         for start in range(0, len(data), _READ):
@@ -212,11 +209,11 @@ def _canonical(value: Any) -> Any:
         return value or None
     if isinstance(value, Mapping):
         if value.keys() == {"bytes", "path"}:  # an image or a sound as it is stored
-            return _content_of_file(value["bytes"], value["path"])
+            with suppress(OSError, TypeError):  # the path may be an address, or None
+                return value["bytes"] or Path(value["path"]).read_bytes()
+            return value["path"]
         items = ((str(key), _canonical(value[key])) for key in sorted(value, key=str))
         return tuple(item for item in items if item[1] is not None) or None
-    if isinstance(value, list) and {*map(type, value)} == {int}:
-        return tuple(value)
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = value.float() if value.is_floating_point() else value  # NumPy has no bfloat16
@@ -226,8 +223,6 @@ def _canonical(value: Any) -> Any:
         array = np.asarray(None)
     if array.dtype.kind in "bui":
         array = array.astype(np.int64)
-        if array.ndim == 1:
-            return tuple(array.tolist()) or None
     elif array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             array = np.nan_to_num(array.astype(np.float32), nan=-np.inf)  # NaN is equal to nothing
@@ -238,13 +233,3 @@ def _canonical(value: Any) -> Any:
     if array.ndim == 0:
         return array.item()
     return (array.shape, hash(array.tobytes())) if array.size else None
-
-
-def _content_of_file(content: bytes | None, path: str | None) -> bytes | str | None:
-    """Return the bytes of a file; its path, if it is not stored here."""
-    if content is None and path is not None:
-        try:
-            return Path(path).read_bytes()
-        except OSError:  # an address, say
-            return path
-    return content
