@@ -25,18 +25,16 @@ Guarantee:
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import torch
 import transformers
@@ -53,9 +51,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_BYTES, _MOST_FILES = 2**30, 100
-"""Bounds of the folder. The files that were used longest ago are removed first."""
-_ABANDONED = 3600.0  # seconds after which an incomplete file counts as left by a killed process
+_MOST_BYTES = 2**30  # of the folder; the files that were used longest ago are removed first
 
 _Fingerprint = Callable[[], str | None]
 _fingerprint: ContextVar[_Fingerprint | None] = ContextVar("fingerprint", default=None)
@@ -101,20 +97,20 @@ def reused_or_made(what: str, settings: Mapping[str, Any], make: Callable[[], T]
     if model_and_inputs is None:
         return make()
     facts = json.dumps([what, settings, model_and_inputs, *_surroundings()], sort_keys=True)
-    path = _folder() / f"{_sha256(facts.encode())}.pt"
+    name = f"{hashlib.sha256(facts.encode()).hexdigest()}.pt"
+    path = Path(constants.HF_HOME) / "dp_grape_hf" / name
     try:
         stored: T = _read(path)
         logger.info("The %s were measured by an earlier run (%s).", what, path)
         return stored
     except FileNotFoundError:
         pass
-    except (OSError, ValueError) as error:
+    except Exception as error:  # torch.load raises many kinds for a damaged file
         logger.info("%s cannot be read (%r), and is written again.", path, error)
     made = make()
     try:
         _write(path, made)
-        _keep_small(path.parent)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch.save raises the second on a full disk
         logger.info("The %s are not stored for later runs: %r.", what, error)
     return made
 
@@ -189,59 +185,28 @@ def package_digest() -> str:
     return digest.hexdigest()
 
 
-# ---- Files: the SHA-256 of the content, and the content ----
-
-
-def _folder() -> Path:
-    return Path(constants.HF_HOME) / "dp_grape_hf"
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
+# ---- Files ----
 
 
 def _read(path: Path) -> Any:
-    """Return the result in a file.
-
-    Raises:
-        ValueError: the digest of the content is wrong.
-    """
-    digest, _, content = path.read_bytes().partition(b"\n")
-    if digest != _sha256(content).encode():
-        raise ValueError("its digest is wrong")
+    """Return the result in a file, and note that it was used."""
+    result = torch.load(path, map_location="cpu", weights_only=True)
     with suppress(OSError):
         os.utime(path)
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    return result
 
 
 def _write(path: Path, result: Any) -> None:
-    """Write a file atomically."""
-    buffer = io.BytesIO()
-    torch.save(result, buffer)
-    content = buffer.getvalue()
+    """Write a file atomically, and remove the least recently used files above the bound."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(suffix=".part", dir=path.parent)
+    part = path.with_name(f"{uuid4()}.part")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_sha256(content).encode() + b"\n" + content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def _keep_small(folder: Path) -> None:
-    """Remove the least recently used files, until the others are within the bounds."""
-    kept, size = 0, 0
-    files = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process removes files, too
-            files.append((path.stat().st_mtime, path.stat().st_size, path))
-    for used, bytes_, path in sorted(files, reverse=True):
-        if path.suffix == ".part":
-            if used > time.time() - _ABANDONED:
-                continue
-        elif kept < _MOST_FILES and size + bytes_ <= _MOST_BYTES:
-            kept, size = kept + 1, size + bytes_
-            continue
-        path.unlink(missing_ok=True)
+        torch.save(result, part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    size = 0
+    for used in sorted(path.parent.iterdir(), key=lambda p: p.stat().st_mtime, reverse=True):
+        size += used.stat().st_size
+        if size > _MOST_BYTES:
+            used.unlink(missing_ok=True)

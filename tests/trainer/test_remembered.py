@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -184,13 +185,6 @@ def test_what_was_measured_on_a_public_dataset_is_not_kept(
     assert not files(folder)
 
 
-def test_what_was_measured_on_other_inputs_is_not_kept(folder: Path) -> None:
-    model = model_of("pretrained")
-    with remembering(model, lambda: iter(SyntheticInputs(model)())):
-        assert reused_or_made("number", {}, lambda: 1) == 1
-    assert not files(folder)
-
-
 def test_of_weights_that_were_trained_nothing_is_kept(folder: Path) -> None:
     model = model_of("pretrained")
     ledger = ledger_of(1)
@@ -240,11 +234,7 @@ def _torn(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def _flipped(content: bytes) -> bytes:
-    return content[:-1] + bytes([content[-1] ^ 1])
-
-
-@pytest.mark.parametrize("damage", [_torn, _flipped, lambda _: b"", lambda _: b"\x80\x05 junk"])
+@pytest.mark.parametrize("damage", [_torn, lambda _: b"", lambda _: b"\x80\x05 junk"])
 @pytest.mark.usefixtures("start")
 def test_a_damaged_file_is_ignored_and_written_anew(
     damage: Callable[[bytes], bytes], folder: Path
@@ -265,14 +255,9 @@ def test_a_file_holds_values_exactly() -> None:
 
 
 @pytest.mark.usefixtures("start")
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
-    folder.parent.mkdir()
-    folder.write_text("a file in its place")
-    assert [reused_or_made("number", {}, lambda n=n: n) for n in (1, 2)] == [1, 2]
-
-
-@pytest.mark.usefixtures("start")
-def test_a_write_that_fails_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: Path, target: Path) -> None:
         raise OSError("no space left")
 
@@ -280,44 +265,37 @@ def test_a_write_that_fails_leaves_nothing(folder: Path, monkeypatch: pytest.Mon
         patch.setattr(Path, "replace", full)
         assert reused_or_made("number", {}, lambda: 1) == 1
     assert not files(folder)
+    folder.rmdir()
+    folder.write_text("a file in its place")
+    assert reused_or_made("number", {}, lambda: 2) == 2
 
 
 def test_processes_that_write_the_same_file_do_not_meet(folder: Path) -> None:
     """Here they are threads, which share the folder just as well."""
-    together, found = threading.Barrier(4), []
-    expected = torch.randn(64, 64)
+    together, expected = threading.Barrier(4), torch.randn(64, 64)
 
-    def make() -> dict[str, Tensor]:
+    def make() -> Tensor:
         together.wait(30)
-        return {"a": expected.clone()}
+        return expected.clone()
 
-    def begin(model: nn.Module) -> None:
+    def begin(model: nn.Module) -> list[Tensor]:
         with remembering(model, SyntheticInputs(model)):
-            found.append(reused_or_made("numbers", {}, make)["a"])
-            found.append(reused_or_made("numbers", {}, _never)["a"])
+            return [reused_or_made("numbers", {}, how) for how in (make, _never)]
 
     models = [model_of("pretrained") for _ in range(4)]
-    threads = [threading.Thread(target=begin, args=(model,)) for model in models]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
+    with ThreadPoolExecutor(4) as pool:
+        found = [tensor for both in pool.map(begin, models) for tensor in both]
     assert all(torch.equal(own, expected) for own in found)
     assert len(files(folder)) == 1
 
 
 @pytest.mark.usefixtures("start")
-@pytest.mark.parametrize("bound", ["_MOST_FILES", "_MOST_BYTES"])
 def test_what_was_used_longest_ago_goes_first(
-    bound: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def numbers(n: int) -> dict[str, Tensor]:
-        return {"a": torch.full((1000,), float(n))}
-
-    monkeypatch.setattr(remembered, bound, {"_MOST_FILES": 2, "_MOST_BYTES": 12_000}[bound])
+    monkeypatch.setattr(remembered, "_MOST_BYTES", 12_000)
     for n in (1, 2, 1, 3):  # 1 is used again
-        reused_or_made("numbers", {"n": n}, lambda n=n: numbers(n))
+        reused_or_made("numbers", {"n": n}, lambda n=n: torch.full((1000,), float(n)))
         time.sleep(0.02)  # file systems tell times apart that lie further apart than some ms
     assert len(files(folder)) == 2
     for n in (1, 3):
