@@ -24,49 +24,16 @@ else:
 
 
 OVERRIDES = (
-    # Training
-    "create_accelerator_and_postprocess",
-    "_move_model_to_device",
-    "train",
-    "_run_epoch",
-    "_prepare_for_training",
-    "create_optimizer",
-    "_finalize_training",
-    "get_batch_samples",
-    "training_step",
-    # Data loading
-    "get_train_dataloader",
-    "get_eval_dataloader",
-    "num_examples",
-    # Training utilities
-    "_clip_grad_norm",
-    "_get_grad_norm",
-    "_track_num_input_tokens",
-    "get_total_train_batch_size",
-    # Evaluation
-    "evaluate",
-    "predict",
-    "evaluation_loop",
-    # Checkpoints
-    "_save_checkpoint",
-    "_save_rng_state",
-    "_load_rng_state",
-    "_save_optimizer_and_scheduler",
-    "_load_from_checkpoint",
-    "_load_best_model",
-    "save_model",
-    "_save",
-    # Logging
-    "log",
-    "floating_point_ops",
-    # Hub, where the original uploads whole folders
-    "init_hf_repo",
-    "create_model_card",
-    "push_to_hub",
-    "_push_from_checkpoint",
-    "_finish_current_push",
-    # Hyperparameter search
-    "hyperparameter_search",
+    *("create_accelerator_and_postprocess", "_move_model_to_device", "train", "_run_epoch"),
+    *("_prepare_for_training", "create_optimizer", "_finalize_training"),
+    *("get_batch_samples", "training_step", "floating_point_ops", "log"),
+    *("get_train_dataloader", "get_eval_dataloader", "num_examples"),
+    *("_clip_grad_norm", "_get_grad_norm", "_track_num_input_tokens"),
+    *("get_total_train_batch_size", "evaluate", "predict", "evaluation_loop"),
+    *("_save_checkpoint", "_save_rng_state", "_load_rng_state", "_save_optimizer_and_scheduler"),
+    *("_load_from_checkpoint", "_load_best_model", "save_model", "_save"),
+    *("init_hf_repo", "create_model_card", "push_to_hub"),  # the original uploads whole folders
+    *("_push_from_checkpoint", "_finish_current_push", "hyperparameter_search"),
 )
 """All methods of ``transformers.Trainer`` that ``DPGrapeMixin`` and its bases override."""
 
