@@ -55,8 +55,8 @@ def local_rows(tensor: Tensor) -> slice:
     """Return the range of rows of a tensor that this process stores."""
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor) if tensor.dim() else 1)
-    mesh, last = tensor.device_mesh, tensor.device_mesh.ndim - 1  # rows follow the last dimension
-    start = min(-(-len(tensor) // mesh.size(last)) * mesh.get_local_rank(last), len(tensor))
+    mesh = tensor.device_mesh
+    start = min(-(-len(tensor) // mesh.size()) * mesh.get_local_rank(), len(tensor))
     return slice(start, start + len(local(tensor)))
 
 
@@ -167,25 +167,9 @@ def most_of_any(count: int, device: torch.device) -> int:
 # ---- Sharding ----
 
 
-def mesh_of(device: torch.device, replicas: int = 1) -> DeviceMesh:
-    """Return the mesh of all processes, for ``shard_``.
-
-    Args:
-        device: the device that this process computes on.
-        replicas: number of groups of processes, each of which stores all weights (HSDP).
-
-    Raises:
-        PrivacyError: if ``replicas`` does not divide the number of processes.
-    """
-    size = dist.get_world_size()
-    if size % replicas:
-        raise PrivacyError(
-            f"dp_replicate_size={replicas} does not divide the number of processes, {size}. Groups "
-            "of processes must have equal sizes. Set dp_replicate_size to a divisor of it."
-        )
-    shape = (replicas, size // replicas) if replicas > 1 else (size,)
-    names = ("replicas", "rows")[-len(shape) :]
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+def mesh_of(device: torch.device) -> DeviceMesh:
+    """Return the mesh of all processes, for ``shard_``; ``device`` is this process's."""
+    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 def shard_(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator
 from accelerate.utils import DynamoBackend, FullyShardedDataParallelPlugin
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -52,8 +52,7 @@ class ShardingMixin(Host):
             return
         device = self.args.device
         if self._sharding is not None:
-            layers, reshard_after_forward, replicas = self._sharding
-            shard_(self.model, device, mesh_of(device, replicas), layers, reshard_after_forward)
+            shard_(self.model, device, mesh_of(device), *self._sharding)
         elif self.args.world_size > 1:
             take_from_first_(self.model, device)
 
@@ -96,7 +95,6 @@ class ShardingMixin(Host):
 # Environment variables set by accelerate launch.
 _ASKS_FOR_FSDP = "ACCELERATE_USE_FSDP"
 _ASKS_FOR_PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
-_NOT_SPLIT = ("tp_size", "cp_size", "sp_size")
 
 
 class Sharding(NamedTuple):
@@ -104,7 +102,6 @@ class Sharding(NamedTuple):
 
     layers: Collection[str] | None  # class names; None for the names that the model declares
     reshard_after_forward: bool
-    replicas: int  # number of groups of processes; each group has all weights
 
 
 def sharding_of(args: Any) -> Sharding | None:
@@ -116,13 +113,13 @@ def sharding_of(args: Any) -> Sharding | None:
     Raises:
         PrivacyError: for settings that a private run does not support.
     """
-    settings, parallel, row = args.fsdp_plugin_args, args.parallelism_config, METHODS[args.method]
+    settings, row = args.fsdp_plugin_args, METHODS[args.method]
+    if args.parallelism_config is not None or _asked(_ASKS_FOR_PARALLELISM):
+        raise PrivacyError(
+            "parallelism_config is not supported: an example could be split over processes. Leave "
+            "it out; to shard weights, set fsdp=True and fsdp_config={'version': 2}."
+        )
     if settings is None and not _asked(_ASKS_FOR_FSDP):
-        if parallel is not None:
-            raise PrivacyError(
-                "parallelism_config shards weights only with fsdp=True (accelerate launch "
-                "--use_fsdp --fsdp_version 2). Set it, or leave parallelism_config out."
-            )
         return None
     by_launcher = os.environ.get("FSDP_VERSION", 1)
     version = int(by_launcher if settings is None else settings.get("fsdp_version", 1))
@@ -132,10 +129,6 @@ def sharding_of(args: Any) -> Sharding | None:
             'Set fsdp_config={"version": 2}, or accelerate launch --fsdp_version 2.'
         )
     plugin = FullyShardedDataParallelPlugin(**settings or {})
-    if parallel is None and _asked(_ASKS_FOR_PARALLELISM):
-        parallel = ParallelismConfig()
-    sizes = {} if parallel is None else {n: getattr(parallel, n) or 1 for n in _NOT_SPLIT}
-    split = {name: size for name, size in sizes.items() if size > 1}
     for what, (is_set, advice) in {
         "cpu_offload": (
             type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy",
@@ -153,10 +146,6 @@ def sharding_of(args: Any) -> Sharding | None:
             plugin.min_num_params,
             'Name the classes of layers by fsdp_config={"transformer_layer_cls_to_wrap": [...]}',
         ),
-        f"parallelism_config with {split}": (
-            split,
-            "It would split an example over processes. Use dp_replicate_size and dp_shard_size",
-        ),
         f"method={args.method!r}": (
             row.query is not None,
             "Choose a private method with gradients, or start plain processes",
@@ -165,26 +154,21 @@ def sharding_of(args: Any) -> Sharding | None:
     }.items():
         if is_set:
             raise PrivacyError(f"{what} with fsdp is not supported. {advice}.")
-    return Sharding(
-        plugin.transformer_cls_names_to_wrap,
-        bool(plugin.reshard_after_forward),
-        (parallel.dp_replicate_size or 1) if parallel is not None else 1,
-    )
+    return Sharding(plugin.transformer_cls_names_to_wrap, bool(plugin.reshard_after_forward))
 
 
 @contextmanager
 def _hidden_from_host(trainer: Any) -> Iterator[None]:
     """Hide the settings of sharding from the host."""
-    given, hiding = trainer.args, copy(trainer.args)
-    hiding.fsdp_plugin_args = hiding.parallelism_config = None
-    names = (_ASKS_FOR_FSDP, _ASKS_FOR_PARALLELISM)
-    variables = {name: os.environ.pop(name) for name in names if name in os.environ}
-    trainer.args = hiding
+    given, trainer.args = trainer.args, copy(trainer.args)
+    trainer.args.fsdp_plugin_args = None
+    by_launcher = os.environ.pop(_ASKS_FOR_FSDP, None)
     try:
         yield
     finally:
         trainer.args = given
-        os.environ.update(variables)
+        if by_launcher is not None:
+            os.environ[_ASKS_FOR_FSDP] = by_launcher
 
 
 def _asked(variable: str) -> bool:

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import ParallelismConfig
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -194,12 +193,6 @@ def loaded_by_the_first(folder: Path) -> Any:
     return trained(folder / "loaded", "opt", **settings | parts)
 
 
-def hybrid(folder: Path) -> Any:
-    """Two groups of two processes, each of which has all weights."""
-    config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    return trained(folder / "hybrid", "opt", parallelism_config=config)
-
-
 def autocast(folder: Path) -> Any:
     """Trains in bfloat16 with weights that are sharded, and that are not, the same batches."""
     return [
@@ -257,7 +250,6 @@ SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
         *(bytes_of_a_step, broken_data),
     ],
     "three": [run.named(equal, "llama, uneven"), resume],
-    "four": [hybrid],
     "killed": [killed],
 }
 

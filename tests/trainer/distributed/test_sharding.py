@@ -84,12 +84,6 @@ def three(folder: Path, two: Any) -> list[dict[str, Any]]:
     return seen(folder, 3, SCENARIOS["three"])
 
 
-@pytest.fixture(scope="module")
-def four(folder: Path, one: Any) -> list[dict[str, Any]]:
-    assert fork(4, main_of, str(folder), "four") == [0] * 4
-    return seen(folder, 4, SCENARIOS["four"])
-
-
 # ---- The same weights as one process ----
 
 
@@ -99,7 +93,6 @@ def four(folder: Path, one: Any) -> list[dict[str, Any]]:
         *(("two", name, name) for name in IN_TWO),
         ("two", "loaded_by_the_first", "opt"),  # the first process alone has weights
         ("three", "llama, uneven", "llama, uneven"),  # and uneven rows
-        ("four", "hybrid", "opt"),  # in two groups
     ],
 )
 def test_processes_with_sharded_weights_train_as_one(
@@ -256,7 +249,7 @@ def test_layers_that_cannot_be_sharded(layers: list[str], found: str) -> None:
         ({"fsdp_config": {"version": 2, "cpu_offload": True}}, "cpu_offload"),
         ({"fsdp_config": {"version": 2, "activation_checkpointing": True}}, "activation_check"),
         ({"fsdp_config": {"version": 1}}, "of version=1"),
-        ({"parallelism_config": ParallelismConfig(tp_size=2, dp_shard_size=2)}, "tp_size"),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, "parallelism_config"),
         ({"engine": "functorch"}, "engine='functorch'"),
         ({"method": "dpzero"}, "method='dpzero'"),
     ],
