@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -85,19 +86,16 @@ def refuse_other_rows(row_collator: RowCollator, examples: Sequence[Any]) -> Non
     Raises:
         PrivacyError: the collator mixes or sorts examples, for instance.
     """
+    collator = row_collator.collator
     for one, other in zip(examples, [*examples[1:], *examples[:1]], strict=True):
         row, again = (_row(row_collator, [one], seed=seed) for seed in (0, 1))
-        among = [_row(row_collator.collator, [one])]
-        try:
-            pairs = [
-                _row(row_collator.collator, [one, other]),
-                _row(row_collator.collator, [other, one], 1),
-            ]
-        except Exception:  # for instance, the two cannot be stacked, and need not be
-            pairs = []
+        rows = [_row(collator, [one])]
+        with suppress(Exception):  # for instance, the two cannot be stacked, and need not be
+            rows += [_row(collator, [one, other]), _row(collator, [other, one], 1)]
         for name, value in row.items():
-            others = [other_row[name] for other_row in (*among, *pairs) if name in other_row]
-            if _equal(value, again.get(name)) and any(_other_contents(value, x) for x in others):
+            others = [other_row[name] for other_row in rows if name in other_row]
+            fixed = name in again and _equal(value, again[name])
+            if fixed and not all(_equal_but_for_padding(value, x) for x in others):
                 raise PrivacyError(
                     f"The data collator computes {name!r} of an example from other examples too: "
                     "it mixes examples (as mixup does), sorts them, or fits them to each other. "
@@ -121,25 +119,16 @@ def _row(
     return {name: v[index] for name, v in tensors.items() if v.shape[:1] == (len(examples),)}
 
 
-def _equal(left: Tensor, right: Tensor | None) -> bool:
-    return right is not None and left.shape == right.shape and not _differ(left, right)
+def _equal(left: Tensor, right: Tensor) -> bool:
+    same = left.shape == right.shape
+    return same and torch.allclose(left.double(), right.double(), rtol=0, atol=0, equal_nan=True)
 
 
-def _differ(left: Tensor, right: Tensor) -> bool:
-    return not torch.allclose(left.double(), right.double(), rtol=0, atol=0, equal_nan=True)
-
-
-def _other_contents(left: Tensor, right: Tensor) -> bool:
-    """Return whether two rows differ by more than padding at the end or at the beginning."""
+def _equal_but_for_padding(left: Tensor, right: Tensor) -> bool:
+    """Return whether two rows agree except for padding at the end or at the beginning."""
     if left.dim() != right.dim():
-        return True
+        return False
     common = [min(sizes) for sizes in zip(left.shape, right.shape, strict=True)]
-    parts = [
-        tuple(
-            slice(0, n) if ends else slice(size - n, size)
-            for n, size in zip(common, x.shape, strict=True)
-        )
-        for ends in (True, False)
-        for x in (left, right)
-    ]
-    return _differ(left[parts[0]], right[parts[1]]) and _differ(left[parts[2]], right[parts[3]])
+    beginning = tuple(slice(0, n) for n in common)
+    end = tuple(slice(-n, None) for n in common)
+    return any(_equal(left[part], right[part]) for part in (beginning, end))
