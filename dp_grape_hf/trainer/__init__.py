@@ -10,49 +10,32 @@ rates. ``trainers``, ``sft`` and ``preferences`` define the classes. The classes
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dp_grape_hf.trainer.adapters import principal_adapter
-from dp_grape_hf.trainer.checkpoints import logged
-from dp_grape_hf.trainer.remembered import package_digest
-from dp_grape_hf.trainer.rows import Unseen
-from dp_grape_hf.trainer.run import PrivateRun
+from dp_grape_hf.trainer.adapters import principal_adapter as principal_adapter
+from dp_grape_hf.trainer.checkpoints import logged as logged
+from dp_grape_hf.trainer.remembered import package_digest as package_digest
+from dp_grape_hf.trainer.rows import Unseen as Unseen
+from dp_grape_hf.trainer.run import PrivateRun as PrivateRun
 from dp_grape_hf.trainer.trainers import (
-    DPGrapeSeq2SeqTrainer,
-    DPGrapeSeq2SeqTrainingArguments,
-    DPGrapeTrainer,
+    DPGrapeSeq2SeqTrainer as DPGrapeSeq2SeqTrainer,
+    DPGrapeSeq2SeqTrainingArguments as DPGrapeSeq2SeqTrainingArguments,
+    DPGrapeTrainer as DPGrapeTrainer,
 )
 
 if TYPE_CHECKING:
-    from dp_grape_hf.trainer.preferences import (  # noqa: F401
-        DPGrapeDPOConfig,
-        DPGrapeDPOTrainer,
-        DPGrapeRewardConfig,
-        DPGrapeRewardTrainer,
+    from dp_grape_hf.trainer.preferences import (
+        DPGrapeDPOConfig as DPGrapeDPOConfig,
+        DPGrapeDPOTrainer as DPGrapeDPOTrainer,
+        DPGrapeRewardConfig as DPGrapeRewardConfig,
+        DPGrapeRewardTrainer as DPGrapeRewardTrainer,
     )
-    from dp_grape_hf.trainer.sft import DPGrapeSFTConfig, DPGrapeSFTTrainer  # noqa: F401
-
-__all__ = [
-    "DPGrapeSeq2SeqTrainer",
-    "DPGrapeSeq2SeqTrainingArguments",
-    "DPGrapeTrainer",
-    "PrivateRun",
-    "Unseen",
-    "logged",
-    "package_digest",
-    "principal_adapter",
-]
-
-
-_MODULE_OF = {
-    "DPGrapeDPOConfig": "preferences",
-    "DPGrapeDPOTrainer": "preferences",
-    "DPGrapeRewardConfig": "preferences",
-    "DPGrapeRewardTrainer": "preferences",
-    "DPGrapeSFTConfig": "sft",
-    "DPGrapeSFTTrainer": "sft",
-}
+    from dp_grape_hf.trainer.sft import (
+        DPGrapeSFTConfig as DPGrapeSFTConfig,
+        DPGrapeSFTTrainer as DPGrapeSFTTrainer,
+    )
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if not name.startswith("DPGrape"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    module = "sft" if "SFT" in name else "preferences"
+    return getattr(import_module(f"{__name__}.{module}"), name)
