@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from transformers import TrainerCallback, set_seed
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from tests.support.marks import slow_but
 from tests.support.models import only
 from tests.support.trainers import (
     Examples,
@@ -71,44 +71,6 @@ class Augmented(Examples):
         return example | {"x": example["x"] * self.generator.choice([-1, 1])}
 
 
-@pytest.mark.parametrize("workers", slow_but(("0",), [0, 1]))
-@pytest.mark.parametrize("collator", [Noising, Scaling])
-def test_a_collator_that_remembers_releases_nothing(
-    collator: Any, workers: int, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, data_collator=collator(), dataloader_num_workers=workers)
-    assert_refused(trainer, rf"of the data collator \({collator.__name__}\)")
-
-
-@pytest.mark.parametrize("workers", slow_but(("0",), [0, 1]))
-def test_a_collator_that_remembers_one_example_is_stopped_by_it(
-    workers: int, tmp_path: Path
-) -> None:
-    examples = points(24).examples
-    examples[-1] = examples[-1] | {"x": examples[-1]["x"] * 1000}  # is not among those tried first
-    trainer = make_trainer(
-        tmp_path,
-        data_collator=Scaling(10.0),  # which one example alone exceeds
-        train_dataset=Examples(examples),
-        dataloader_num_workers=workers,
-        per_device_train_batch_size=1,
-        expected_batch_size=24,
-    )
-    assert_refused(trainer, "largest of the data collator")
-
-
-@pytest.mark.parametrize("unit", [None, "user"])
-def test_a_data_set_that_remembers_releases_nothing(unit: str | None, tmp_path: Path) -> None:
-    rows = [example | {"user": number} for number, example in enumerate(points().examples)]
-    units: Any = {"privacy_unit_column": unit, "expected_batch_size": 4} if unit else {}
-    data = Augmented(rows)
-    trainer = make_trainer(tmp_path, train_dataset=data, data_collator=stacked, **units)
-    assert_refused(trainer, r"generator of the train dataset \(Augmented\)")
-
-
-# ---- Models and losses ----
-
-
 class InitialisedForSequenceClassification(TinyForSequenceClassification):
     def __init__(self) -> None:
         super().__init__()
@@ -145,28 +107,6 @@ class SelfPaced:
         return losses * hard
 
 
-def test_a_model_that_its_first_batch_initialises_is_refused(tmp_path: Path) -> None:
-    model = InitialisedForSequenceClassification()
-    trainer = make_trainer(tmp_path, model=model, noise_multiplier=50.0)
-    assert_refused(trainer, r"head\.bias of the model")
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_model_that_remembers_in_an_attribute_is_stopped(first: bool, tmp_path: Path) -> None:
-    """Before the first step, or by the example that changes it."""
-    examples = points(24).examples
-    place = 0 if first else -1
-    examples[place] = examples[place] | {"x": examples[place]["x"] * 1000}
-    trainer = make_trainer(
-        tmp_path,
-        model=LargestForSequenceClassification(),
-        train_dataset=Examples(examples),
-        per_device_train_batch_size=1,
-        expected_batch_size=24,
-    )
-    assert_refused(trainer, "largest of the model")
-
-
 class Averaging(DPGrapeTrainer):
     mean = 1.0
 
@@ -177,9 +117,65 @@ class Averaging(DPGrapeTrainer):
         return loss
 
 
-@pytest.mark.parametrize("where", [{"compute_loss_func": SelfPaced()}, {"cls": Averaging}])
-def test_a_loss_that_remembers_is_refused(where: dict[str, Any], tmp_path: Path) -> None:
-    assert_refused(make_trainer(tmp_path, **where), "mean of the loss")
+def with_large(place: int) -> Examples:
+    """Returns points of which one is large; the last is not among those that are tried first."""
+    examples = points(24).examples
+    examples[place] = examples[place] | {"x": examples[place]["x"] * 1000}
+    return Examples(examples)
+
+
+def augmented() -> Any:
+    return Augmented([example | {"user": i} for i, example in enumerate(points().examples)])
+
+
+ONE = {"per_device_train_batch_size": 1, "expected_batch_size": 24}
+UNITS = {"privacy_unit_column": "user", "expected_batch_size": 4}
+REMEMBERING: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "noising": (lambda: {"data_collator": Noising()}, r"of the data collator \(Noising\)"),
+    "scaling": (lambda: {"data_collator": Scaling()}, r"of the data collator \(Scaling\)"),
+    "scaling by one example": (
+        lambda: {"data_collator": Scaling(10.0), "train_dataset": with_large(-1), **ONE},
+        "largest of the data collator",
+    ),
+    "augmented": (
+        lambda: {"train_dataset": augmented(), "data_collator": stacked},
+        r"generator of the train dataset \(Augmented\)",
+    ),
+    "augmented units": (
+        lambda: {"train_dataset": augmented(), "data_collator": stacked, **UNITS},
+        r"generator of the train dataset \(Augmented\)",
+    ),
+    "initialised": (
+        lambda: {"model": InitialisedForSequenceClassification(), "noise_multiplier": 50.0},
+        r"head\.bias of the model",
+    ),
+    "largest at first": (
+        lambda: {"model": LargestForSequenceClassification(), "train_dataset": with_large(0)} | ONE,
+        "largest of the model",
+    ),
+    "largest later": (
+        lambda: (
+            {"model": LargestForSequenceClassification(), "train_dataset": with_large(-1)} | ONE
+        ),
+        "largest of the model",
+    ),
+    "loss function": (lambda: {"compute_loss_func": SelfPaced()}, "mean of the loss"),
+    "compute_loss": (lambda: {"cls": Averaging}, "mean of the loss"),
+}
+
+
+@pytest.mark.parametrize("what", REMEMBERING)
+def test_what_remembers_examples_releases_nothing_of_them(what: str, tmp_path: Path) -> None:
+    """Before the first step, or by the example that changes it."""
+    settings, reason = REMEMBERING[what]
+    assert_refused(make_trainer(tmp_path, **settings()), reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["noising", "scaling", "scaling by one example"])
+def test_what_remembers_in_another_process_releases_nothing(what: str, tmp_path: Path) -> None:
+    settings, reason = REMEMBERING[what]
+    assert_refused(make_trainer(tmp_path, dataloader_num_workers=1, **settings()), reason)
 
 
 def test_what_a_pass_writes_into_the_config_is_taken_back(
@@ -302,6 +298,8 @@ def test_the_ledger_of_another_run_does_not_stand_in(trained: Any, tmp_path: Pat
     trained.model.save_pretrained(tmp_path / "other")
     with pytest.raises(PrivacyError, match="says that it was trained privately"):
         _again(tmp_path / "again", _loaded(tmp_path / "other"))
+    model = type(other.model)(other.model.config)
+    assert _again(tmp_path / "new", model), "new weights with the config are new"
 
 
 def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
@@ -317,12 +315,6 @@ def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
     assert float(saved["dp_grape"]["epsilon"]) >= trainer.privacy_spent().epsilon, (
         "of the whole run"
     )
-
-
-def test_a_new_model_with_a_trained_models_config_is_new(tmp_path: Path) -> None:
-    model = bert()
-    _again(tmp_path / "first", model).train()
-    assert _again(tmp_path / "second", type(model)(model.config))
 
 
 def test_beside_a_ledger_no_digest_is_saved(trained: Any, tmp_path: Path) -> None:
