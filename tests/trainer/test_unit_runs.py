@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.gradients import UnitEngine
 from dp_grape_hf.mechanism import Streams
 from tests.support.trainers import (
     SIZES,
@@ -22,7 +21,6 @@ from tests.support.trainers import (
     make_trainer,
     owned,
     points,
-    tiny,
     trained_in,
 )
 
@@ -79,26 +77,6 @@ def test_a_release_is_the_clipped_sum_over_users(tmp_path: Path, releases: Any) 
     assert {True, False} == set(clipped)
     assert trainer.plan.mechanism.num_samples == len(SIZES)
     assert trainer.plan.mechanism.sample_rate == 3 / len(SIZES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
-def test_users_of_one_example_each_make_a_run_of_examples(method: str, tmp_path: Path) -> None:
-    settings = {
-        "model": tiny(method),
-        "method": method,
-        "per_device_train_batch_size": 2,
-        "max_steps": 2,
-    }
-    alone = owned(owners=[f"u{i}" for i in range(24)])
-    trainer, watch = _run(tmp_path / "users", train_dataset=alone, **settings)
-    settings["model"] = tiny(method)
-    column = {"privacy_unit_column": None}
-    _, plain = _run(tmp_path / "plain", train_dataset=alone, **settings | column)
-    assert isinstance(trainer.private_run.mechanism.per_sample, UnitEngine)
-    for one, other in zip(watch.weights, plain.weights, strict=True):
-        assert_same_weights(one, other)
-    assert any((watch.weights[-1][n] != w).any() for n, w in watch.weights[0].items())
 
 
 @pytest.mark.slow
