@@ -111,21 +111,6 @@ def positions_of(model: nn.Module) -> int | None:
     return most - max(unreached, default=0) - virtual
 
 
-def name_labels(model: nn.Module, dataset: Any) -> None:
-    """Copy the names of labels from the data set to a classifier that has none.
-
-    The names come from the type of the column, ``ClassLabel``, and not from examples.
-    """
-    columns = getattr(dataset, "features", None) or {}
-    candidates = (getattr(columns.get(name), "names", None) for name in ("labels", "label"))
-    names: list[str] | None = next(filter(None, candidates), None)
-    config: Any = getattr(model, "config", None)
-    unnamed = {number: f"LABEL_{number}" for number in range(len(names or ()))}
-    if names and getattr(config, "id2label", None) == unnamed:
-        config.id2label = dict(enumerate(names))
-        config.label2id = {name: number for number, name in enumerate(names)}
-
-
 _PUBLIC_EXAMPLES = 512
 
 

@@ -114,7 +114,6 @@ from dp_grape_hf.trainer.data import (
     HeldOut,
     description,
     loader_of,
-    name_labels,
     positions_of,
     public_batches,
     refuse_public_dataset,
@@ -270,7 +269,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.label_names = self.label_names or ["labels"]  # a forward may take none
         refuse_model(args.method, self.model)
         refuse_modules(self.model)  # now, as the first run of some takes a minute
-        name_labels(self.model, train_dataset)
         if self._returns_its_loss():
             self.args = self.args.with_engine(OF_SINGLE_EXAMPLES)
         self._known_streams = known_streams

@@ -12,7 +12,7 @@ from dp_grape_hf import DPGrapeTrainer, PrivacyError, ProjectedOptimizer
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.projections import projection_targets
 from tests.support.methods import plain_trainer
-from tests.support.models import LABELS, only
+from tests.support.models import only
 from tests.support.trainers import (
     EXACT,
     Examples,
@@ -404,18 +404,3 @@ def test_few_physical_batches_have_few_padded_lengths(
     settings = {"expected_batch_size": 12, "per_device_train_batch_size": size}
     collate = make_trainer(tmp_path, **settings).get_train_dataloader().collate_fn
     assert collate.collate_rows.grid.parts == parts
-
-
-def test_a_classifier_takes_its_label_names_from_the_data(tmp_path: Path) -> None:
-    """And keeps its own, if it has some; ``pipeline()`` shows them."""
-    batch = only("bert-classifier").batch(12)
-    names = [f"kind {number}" for number in range(LABELS)]
-    data = datasets.Dataset.from_dict({n: v.tolist() for n, v in batch.items()})
-    data = data.cast_column("labels", datasets.ClassLabel(names=names))
-    trainer = make_trainer(tmp_path, model=only("bert-classifier").model(), train_dataset=data)
-    assert trainer.model.config.id2label == dict(enumerate(names))
-    assert trainer.model.config.label2id == {name: n for n, name in enumerate(names)}
-    own = {number: "abc"[number] for number in range(LABELS)}
-    model = only("bert-classifier").model(id2label=own)
-    trainer = make_trainer(tmp_path, model=model, train_dataset=data)
-    assert trainer.model.config.id2label == own
