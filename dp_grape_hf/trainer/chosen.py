@@ -42,7 +42,7 @@ from dp_grape_hf.gradients import evaluating, rows_of
 from dp_grape_hf.mechanism import bound_of_part
 from dp_grape_hf.projections import MATRIX_LAYERS, Batches, SyntheticInputs, first_texts
 from dp_grape_hf.trainer.remembered import digest_of, reused_or_made
-from dp_grape_hf.trainer.run import PrivateRun, rule_settings
+from dp_grape_hf.trainer.run import PrivateRun, reading_public_inputs, rule_settings
 
 logger = logging.getLogger(__name__)
 
@@ -206,17 +206,11 @@ def use_parts(model: nn.Module, parts: Parts, instead_of: Parts | None = None) -
 
 def _last_layer(model: nn.Module, inputs: Batches) -> tuple[LastLayer, Mapping[str, Any]]:
     """Return the linear layer that runs last, and the batch used; in evaluation mode."""
-    try:
+    with reading_public_inputs("The choice of learning rates"):
         first = next(iter(inputs()))
         if isinstance(inputs, SyntheticInputs):
             first = rows_of(first, slice(2))
         return last_layer(model, first), first
-    except Exception as error:  # code of any model
-        raise PrivacyError(
-            "To choose learning rates, the model was run on public inputs, and "
-            f"that failed: {error!r}. Pass public_dataset= or public_example= to the trainer, "
-            "with inputs that the model can read."
-        ) from error
 
 
 def find_rates(
@@ -289,20 +283,16 @@ def _stored_or_measured(run: PrivateRun, setting: Setting, inputs: Batches) -> R
     def made() -> dict[str, Any]:
         noise = setting.noise_of(run.trainable, projectors)
         last = _last_layer(run.model, inputs)[0] if setting.runs else None
-        batches = _to_measure_on(inputs) if setting.runs else []
+        batches: list[Any] = []
+        if setting.runs:
+            batches = list(islice(inputs(), *_READ)) or [next(iter(inputs()))]
+        if isinstance(inputs, SyntheticInputs):
+            batches = [first_texts(batch, _TOKENS) for batch in batches]
         return measure(run.model, noise, setting, last, batches).to_dict()
 
     matrices = {f"{name} {p.side}": p.matrix for name, p in projectors.items()}
     settings = setting._asdict() | {"P": digest_of(matrices)}
     return Rates.from_dict(reused_or_made("learning rates", settings, made))
-
-
-def _to_measure_on(inputs: Batches) -> list[Mapping[str, Any]]:
-    """Return the batches on which learning rates are measured."""
-    batches = list(islice(inputs(), *_READ)) or [next(iter(inputs()))]
-    if not isinstance(inputs, SyntheticInputs):
-        return batches
-    return [first_texts(batch, _TOKENS) for batch in batches]
 
 
 def table_of(rates: Rates, run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> str:

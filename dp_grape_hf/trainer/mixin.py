@@ -269,7 +269,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             self.label_names = self.label_names or ["labels"]  # a forward may take none
         refuse_model(args.method, self.model)
         refuse_modules(self.model)  # now, as the first run of some takes a minute
-        if self._returns_its_loss():
+        if isinstance(self._known_loss(), ReturnedLoss):  # for a batch of one example
             self.args = self.args.with_engine(OF_SINGLE_EXAMPLES)
         self._known_streams = known_streams
         self._refuse_used_folder()
@@ -377,10 +377,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         elif self.args.label_smoothing_factor:
             loss = loss_for(self.model, label_smoothing=self.args.label_smoothing_factor)
         return loss
-
-    def _returns_its_loss(self) -> bool:
-        """Return whether the loss is the one that the model returns for a batch of one example."""
-        return isinstance(self._known_loss(), ReturnedLoss)
 
     def _known_loss(self) -> LossFunction | None:
         """Return the loss of the run; None if it is unknown."""

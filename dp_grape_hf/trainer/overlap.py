@@ -100,12 +100,14 @@ class TrainingRows:
     def _digest_rows(
         self, pieces: list[_Piece], names: list[Any], stored: bool, doing: str
     ) -> Numbers:
-        """Return the digests of the rows of some pieces; with the arguments of ``_examples``."""
+        """Return hashes of 64 bits of the rows, 0 without contents; arguments of ``_examples``."""
         digests = np.zeros(sum(len(piece.rows) for piece in pieces), np.int64)
         rows = (row for piece in pieces for row in _examples(piece, stored, names))
         with progress(doing, self._shown, "rows"):
             for n, row in enumerate(rows):
-                digests[n] = _digest(row, names)
+                held = [_canonical(row.get(name)) for name in names]
+                # of the text, as Python's hash of -1 is that of -2
+                digests[n] = hash(repr(held)) if any(held) else 0
                 advance(len(digests))
         return digests
 
@@ -195,12 +197,6 @@ def _contents(rows: Sequence[Mapping[Any, Any]], names: Sequence[Any]) -> list[A
         if rich := [n for n in some if any(x and not isinstance(x, int | float) for x in held[n])]:
             return rich
     return inputs if any(isinstance(x, float) for n in inputs for x in held[n]) else []
-
-
-def _digest(row: Mapping[Any, Any], names: Sequence[Any]) -> int:
-    """Return a hash of 64 bits of the values of a row under these names; 0 if there are none."""
-    held = [_canonical(row.get(name)) for name in names]
-    return hash(repr(held)) if any(held) else 0  # of the text, as Python's hash of -1 is that of -2
 
 
 def _canonical(value: Any) -> Any:

@@ -127,7 +127,8 @@ def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
     rows = dataset.select(range(min(_LOOKED_AT, len(dataset))))
     if _LENGTHS in columns and any(isinstance(x, list) and len(x) > 1 for x in rows[_LENGTHS]):
         return f"has a column {_LENGTHS!r} with several lengths in a row"
-    if _POSITIONS in columns and any(map(_begins_again, rows[_POSITIONS])):
+    positions = rows[_POSITIONS] if _POSITIONS in columns else []
+    if any(isinstance(x, list) and list(pairwise(x)).count((0, 1)) > 1 for x in positions):
         return f"has a column {_POSITIONS!r} that begins again within a row"
     if not {"input_ids"} <= columns <= _TOKENS or _rows_of_source(dataset) == len(dataset):
         return None
@@ -139,11 +140,6 @@ def _sign_of_packing(dataset: Any, tokenizer: Any) -> str | None:
     if not any(_ends_inside(row, tokenizer) for row in ids):
         return None
     return "has rows of one length with the token in them that begins or ends a text"
-
-
-def _begins_again(positions: Any) -> bool:
-    """Return whether positions count up from 0 more than once."""
-    return isinstance(positions, list) and list(pairwise(positions)).count((0, 1)) > 1
 
 
 def _ends_inside(ids: Sequence[int], tokenizer: Any) -> bool:

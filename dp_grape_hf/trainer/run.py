@@ -128,7 +128,16 @@ class PrivateRun:
         self.trainable = self.per_sample.trainable
         update = METHODS[args.method].update
         self.update: Update | None = None if update is None else update(args, self.per_sample)
-        default = _optimizer(args)
+        default: OptimizerAndOptions = (
+            ProjectedOptimizer,
+            {
+                "lr": args.learning_rate,
+                "rounding_seed": args.projection_seed,
+                "rule": args.update_rule,
+                "keep_changes": args.save_as == "adapter",
+                **rule_settings(args),
+            },
+        )
         self.optimizer_cls_and_kwargs = (
             default if self.update is None else self.update.optimizer(default)
         )
@@ -452,17 +461,6 @@ def _per_sample(
     return make_engine(args.engine, model, loss, args.grad_sample_mode, **options)
 
 
-def _optimizer(args: DPGrapeArguments) -> OptimizerAndOptions:
-    """Return the class of the default optimizer and its options."""
-    return ProjectedOptimizer, {
-        "lr": args.learning_rate,
-        "rounding_seed": args.projection_seed,
-        "rule": args.update_rule,
-        "keep_changes": args.save_as == "adapter",
-        **rule_settings(args),
-    }
-
-
 def rule_settings(args: DPGrapeArguments) -> dict[str, Any]:
     """Return the settings of the update rule."""
     assert args.update_rule is not None
@@ -506,7 +504,7 @@ def _projections(
         return None
     targets = projection_targets(model, trainable, args.optim_target_modules)
     if args.projection == PRINCIPAL:
-        with _explaining(args):
+        with reading_public_inputs(f"projection={args.projection!r}"):
             unfit = from_first(lambda: _without_directions(args, model, public_inputs))
         targets = [name for name in targets if name not in unfit]
     shapes = {name: tuple(trainable[name].shape) for name in targets}
@@ -515,20 +513,18 @@ def _projections(
         "update_steps": args.projection_update_steps,
         "device": next(iter(trainable.values())).device,
     }
-    if args.projection == PRINCIPAL:
-        square = _square_weights(args, trainable, head)
-        shapes |= {name: tuple(trainable[name].shape) for name in square}
-        measure = partial(_principal, args, model, public_inputs, square)
-        dims = feature_dimensions(model)
-        return PrincipalProjection(
-            shapes, measure=measure, input_dims=dims, square=square, **settings
-        )
-    settings |= {
-        "family": args.projection,
-        "seed": args.projection_seed,
-        "input_dims": input_dimensions(model),
-    }
-    return ProjectionSchedule(shapes, **settings)
+    if args.projection != PRINCIPAL:
+        settings |= {"family": args.projection, "seed": args.projection_seed}
+        return ProjectionSchedule(shapes, input_dims=input_dimensions(model), **settings)
+    # A head with its own clipping bound has a square P, partially whitened: features have most of
+    # their energy in a few directions, which would take most of C. A saved adapter has no place
+    # for a change of full rank.
+    weight = f"{head}.weight"
+    square = [weight] if weight in trainable and args.save_as != "adapter" else []
+    shapes |= {name: tuple(trainable[name].shape) for name in square}
+    measure = partial(_principal, args, model, public_inputs, square)
+    settings |= {"measure": measure, "square": square}
+    return PrincipalProjection(shapes, input_dims=feature_dimensions(model), **settings)
 
 
 def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batches) -> list[str]:
@@ -553,18 +549,6 @@ def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batche
     return [f"{name}.weight".lstrip(".") for name in unfit]
 
 
-def _square_weights(
-    args: DPGrapeArguments, trainable: Mapping[str, nn.Parameter], head: str | None
-) -> list[str]:
-    """Return the weights with a square P, partially whitened: a head with its own clipping bound.
-
-    Features have most of their energy in a few directions. Without whitening, these directions
-    would take most of C. A saved adapter has no place for a change of full rank.
-    """
-    weight = f"{head}.weight"
-    return [weight] if weight in trainable and args.save_as != "adapter" else []
-
-
 def _principal(
     args: DPGrapeArguments,
     model: nn.Module,
@@ -579,7 +563,7 @@ def _principal(
     """
 
     def measured() -> dict[str, Tensor]:
-        with evaluating(model), _explaining(args):
+        with evaluating(model), reading_public_inputs(f"projection={args.projection!r}"):
             principal = principal_directions(model, ranks, inputs, args.projection_seed)
         return {n: p.whitened() if n in square else p.directions for n, p in principal.items()}
 
@@ -594,7 +578,7 @@ def _principal(
 
 
 @contextmanager
-def _explaining(args: DPGrapeArguments) -> Iterator[None]:
+def reading_public_inputs(purpose: str) -> Iterator[None]:
     """Raise an error that says what to do if the model cannot be run on public inputs."""
     try:
         yield
@@ -602,9 +586,9 @@ def _explaining(args: DPGrapeArguments) -> Iterator[None]:
         raise
     except Exception as error:  # code of any model
         raise UnsupportedModelError(
-            f"projection={args.projection!r} runs the model on public inputs, and "
-            f"that failed: {error!r}. Pass public_dataset= to the trainer, with examples that the "
-            "model can read, or choose projection='gaussian'."
+            f"{purpose} runs the model on public inputs, and that failed: {error!r}. Pass "
+            "public_dataset= or public_example= to the trainer, with inputs that the model can "
+            "read, or set learning_rate and projection='gaussian'."
         ) from error
 
 
