@@ -11,6 +11,7 @@ from typing import Any
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import PrivacySpent
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Mechanism
@@ -54,22 +55,27 @@ class PrivateLogs(dict[str, Any]):
         raise KeyError(name)
 
 
-class OnlyPrivateLogs(TrainerCallback):
-    """Callback that removes values from the logs that are not known to be private.
+class PrivateCallback(TrainerCallback):
+    """Callback of every run: private logs, the count of epochs, and the end of the budget.
 
     It must be the first callback.
 
     Args:
-        prefixes: returns the prefixes of the running evaluations; empty if there is none.
+        trainer: the trainer, a ``DPGrapeMixin``; a proxy, because a cycle would keep it alive.
     """
 
-    def __init__(self, prefixes: Callable[[], Iterable[str]]) -> None:
-        self._prefixes = prefixes
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
         self._seen = set(_LOGS_OF_THE_HOST)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Remove keys in place, because the host returns the same dictionary as metrics."""
-        metrics = tuple(f"{prefix}_" for prefix in self._prefixes())
+        """Remove values that are not known to be private from the logs.
+
+        They are removed in place, because the host returns the same dictionary as metrics.
+        """
+        if not args.private:
+            return
+        metrics = tuple(f"{prefix}_" for prefix in self._trainer.metric_prefixes)
         for logs in (kwargs["logs"], *state.log_history[-1:]):  # the history has a copy
             for name in [n for n in logs if n not in PRIVATE_LOGS and not n.startswith(metrics)]:
                 del logs[name]
@@ -83,38 +89,18 @@ class OnlyPrivateLogs(TrainerCallback):
                     )
                     self._seen.add(name)
 
-
-class CountEpochs(TrainerCallback):
-    """Callback that continues the count of epochs in a resumed run.
-
-    The host would count from the start of an epoch if it skips no data, as with banded noise. No
-    other callback may come before this one.
-
-    Args:
-        steps: returns the number of steps in an epoch.
-    """
-
-    def __init__(self, steps: Callable[[], int]) -> None:
-        self._steps = steps
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Set the epoch to the number of updates, divided by the steps of an epoch."""
+        """Continue the count of epochs, and stop and save when the budget is spent.
+
+        If it skips no data, as with banded noise, the host would count from the start of an epoch
+        in a resumed run. The budget is spent before ``max_steps`` only if a run was killed: the
+        ledger counts lost updates.
+        """
+        trainer = self._trainer
         if args.ignore_data_skip:
-            state.epoch = state.global_step / self._steps()
-
-
-class StopAtBudget(TrainerCallback):
-    """Callback that stops training when the budget allows no further update.
-
-    This happens before ``max_steps`` only if a run was killed: the ledger counts lost updates.
-    """
-
-    def __init__(self, releases_left: Callable[[], float]) -> None:
-        self._releases_left = releases_left
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop and save the run, with a warning, when no update is left."""
-        if self._releases_left() <= 0 and state.global_step < state.max_steps:
+            steps = expected_steps_per_epoch(trainer.plan.mechanism.sample_rate)
+            state.epoch = state.global_step / steps
+        if trainer.releases_left() <= 0 and state.global_step < state.max_steps:
             logger.warning(
                 "Training stops at step %d of %d: the budget of epsilon %g is spent, including "
                 "releases that were lost in an interrupted run. The checkpoint is saved.",
@@ -122,9 +108,7 @@ class StopAtBudget(TrainerCallback):
                 state.max_steps,
                 args.target_epsilon,
             )
-            control.should_training_stop = True
-            control.should_save = True
-            control.should_log = True
+            control.should_training_stop = control.should_save = control.should_log = True
 
 
 _ENOUGH = 6  # windows

@@ -86,11 +86,9 @@ from dp_grape_hf.sharding import is_sharded, reshard
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
 from dp_grape_hf.trainer.callbacks import (
     WITHHELD,
-    CountEpochs,
-    OnlyPrivateLogs,
     PrivacyProgress,
+    PrivateCallback,
     PrivateLogs,
-    StopAtBudget,
     WarnOfDivergence,
     is_of_notebooks,
     refuse_early_stopping,
@@ -176,7 +174,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     observer: Observer | None = None
     """Receives the phases of each step (``phases``), in runs that are made after it is set."""
     _given_train_dataset: Any = None  # the data set before the host prepared it
-    _prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
+    metric_prefixes: tuple[str, ...] = ()  # prefixes of metrics, while an evaluation runs
     _public_dataset: Any = None
     _searched: frozenset[str] = frozenset()  # parameters among which unused ones were searched
     _warm: bool = False  # whether the model has run on public inputs in training mode
@@ -290,10 +288,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         handler = self.callback_handler
         refuse_early_stopping(handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
-        epochs = CountEpochs(lambda: expected_steps_per_epoch(me.plan.mechanism.sample_rate))
-        handler.callbacks.insert(0, epochs)
-        if self.args.private:
-            handler.callbacks.insert(0, OnlyPrivateLogs(lambda: me._prefixes))
+        handler.callbacks.insert(0, PrivateCallback(me))
         if any(type(c) is ProgressCallback for c in handler.callbacks):
             self.remove_callback(ProgressCallback)
             self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._table()))
@@ -302,7 +297,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
             self.remove_callback(table)
             self.add_callback(PrivacyNotebookProgress())
-        self.add_callback(StopAtBudget(lambda: me.releases_left()))
         self.add_callback(
             WarnOfDivergence(lambda: me.private_run.signal.windows, lambda: me.plan.mechanism)
         )
@@ -871,7 +865,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """
         with self._handling_data("Computing the gradients of a batch"):
             require(
-                self.releases_left() > 0,  # a callback may have overruled StopAtBudget
+                self.releases_left() > 0,  # a callback may have overruled ours
                 f"The budget of {self.plan.steps} releases is spent, and a callback continues. "
                 "Remove the callback that resets control.should_training_stop.",
             )
@@ -955,12 +949,12 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     @contextmanager
     def _logging(self, prefix: str) -> Iterator[None]:
         """Let metrics with this prefix, which are of evaluation data, be logged."""
-        before = self._prefixes
-        self._prefixes = (*before, prefix)
+        before = self.metric_prefixes
+        self.metric_prefixes = (*before, prefix)
         try:
             yield
         finally:
-            self._prefixes = before
+            self.metric_prefixes = before
 
     # ---- Checkpoint Saving, Checkpoint Resuming ----
 
@@ -979,7 +973,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with epsilon and noise, and with signal if it is measurable.
 
-        ``OnlyPrivateLogs`` removes values that are not private.
+        ``PrivateCallback`` removes values that are not private.
         """
         if self.is_in_train and self.ledger is not None and self.args.private:
             logs["epsilon"] = self.privacy_spent().epsilon

@@ -625,7 +625,7 @@ BROKEN: dict[str, Apply] = {
         overlap.TrainingRows, "shared_with", lambda *_, **__: ()
     ),
     "the names of metrics are logged at any time": _with(
-        mixin.DPGrapeMixin, "_prefixes", ("eval",)
+        mixin.DPGrapeMixin, "metric_prefixes", ("eval",)
     ),
     "losses in 16 bits may differ by anything": _with(
         engine.PerSampleEngine, "rounding_of_losses", lambda *_: float("inf")
