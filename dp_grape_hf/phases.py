@@ -62,13 +62,13 @@ def simulated_gpu() -> Iterator[None]:
 
 # ---- Before the first step ----
 
-_QUIET = 2.0  # seconds before a progress bar is shown
+_QUIET = 0.5  # seconds before a progress bar is shown
 _bar: ContextVar[Any] = ContextVar("bar", default=None)
 
 
 @contextmanager
 def progress(doing: str, shown: bool | None = None, unit: str = "passes") -> Iterator[None]:
-    """Show a progress bar if the work takes more than two seconds.
+    """Show a progress bar if the work takes more than half a second.
 
     Args:
         doing: description of the work.
