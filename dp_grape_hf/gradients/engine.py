@@ -201,10 +201,6 @@ class PerSampleEngine(ABC):
             branches: layer -> its branch, which an engine may compute together with the layer.
         """
 
-    def copies_of_projections(self) -> list[Tensor]:
-        """Return the tensors that are kept from pass to pass, in addition to the projectors."""
-        return []
-
     def use(self, step: int) -> None:  # noqa: B027 - optional
         """Receive the number of the logical step, from 0, before its physical batches."""
 

@@ -221,9 +221,6 @@ class LayerwiseEngine(PerSampleEngine):
             for branch in self._branches.values():
                 branch.leave()
 
-    def copies_of_projections(self) -> list[Tensor]:
-        return [] if self._plans is None else self._plans.copies
-
     def _plans_for(self, projectors: Mapping[str, Projector]) -> Plans:
         if self._plans is None or self._plans.projectors is not projectors:
             self._plans = Plans(self.layout(projectors), projectors, self._branches)

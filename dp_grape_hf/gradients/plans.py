@@ -81,11 +81,6 @@ class Shared:
                 self._made[key] = matrix.T, None, None
         return self._made[key]
 
-    @property
-    def copies(self) -> list[Tensor]:
-        """The matrices that were made of P."""
-        return [matrix for made in self._made.values() for matrix in made if matrix is not None]
-
     def by_several(self, projector: Projector | None) -> bool:
         """Return whether several layers have this P."""
         return projector is not None and self._users[id(projector.matrix)] > 1
@@ -320,11 +315,6 @@ class Plans:
     def taps(self) -> dict[Piece, Tensor]:
         """The coordinates of the current batch size that ``tap`` has made."""
         return self._taps.setdefault(self._batch_size, {})
-
-    @property
-    def copies(self) -> list[Tensor]:
-        """The tensors that were made of the projections."""
-        return self.shared.copies
 
     def _connect(self, plan: Plan | None) -> None:
         if plan is not None:
