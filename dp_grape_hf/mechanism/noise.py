@@ -32,7 +32,7 @@ _DRAWS = 2  # independent draws that add up to one noise value; see ``add_noise_
 SECURE_DRAWS = 4  # 2n of Holohan and Braghin, n = 2
 _GRID_BITS = 12  # the grid is at most 2**-12 of the noise's standard deviation
 _SLICE = 2**15  # numbers per operation on a CPU; torch starts no threads for so few
-_GPU_SLICE = 2**22  # numbers per operation on another device
+_GPU_SLICE = 2**24  # numbers per operation on another device
 _PARTS_AT_ONCE = 4  # slices per draw
 _LEAST_PER_THREAD = 2**17  # numbers; starting a thread for fewer takes longer than it saves
 
@@ -115,7 +115,7 @@ def _add_to_parts_(
     for stream in streams:
         drawn = noise.normal_(0, share, generator=stream)
         torch._foreach_add_(totals, list(drawn.split(sizes)))
-    for part, total in zip(parts, totals, strict=True):
-        if secure:
+    if secure:
+        for part, total in zip(parts, totals, strict=True):
             part.copy_(total.div_(grid_of(std)).round_().mul_(grid_of(std)))
-        part.div_(divisor)
+    torch._foreach_div_(parts, divisor)
