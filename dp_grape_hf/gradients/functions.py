@@ -264,3 +264,39 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if as_on_gpu and left.dtype in _SHORT and _HAS_OUT_DTYPE:
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.mT, right).float()
+
+
+def of_kernels(
+    images: Tensor,
+    grad: Tensor,
+    shape: torch.Size,
+    groups: int,
+    batch_size: int,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> Tensor:
+    """Return the gradient of a convolution's weight for each sample, (B, *shape).
+
+    One backward convolution computes all of them: every sample is a group.
+
+    Args:
+        images: the input, (b, channels, ...), with b / B images for each sample.
+        grad: the gradient of the output.
+        shape: the shape of the weight.
+        groups: as in ``functional.conv2d``.
+        batch_size: B.
+        stride, padding, dilation: as in ``functional.conv2d``, one number for each dimension.
+    """
+
+    def joined(x: Tensor) -> Tensor:  # (b / B, B * channels, ...)
+        return x.unflatten(0, (batch_size, -1)).transpose(0, 1).flatten(1, 2)
+
+    kernels = (batch_size * shape[0], *shape[1:])
+    gradient = torch.ops.aten.convolution_backward(
+        *(joined(grad), joined(images.to(grad.dtype))),
+        grad.new_zeros(()).expand(kernels),  # the weight; only its shape is read
+        *(None, stride, padding, dilation, False, [0] * len(stride)),
+        *(batch_size * groups, (False, True, False)),
+    )[1]
+    return gradient.unflatten(0, (batch_size, shape[0]))

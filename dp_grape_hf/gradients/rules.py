@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows
-from dp_grape_hf.gradients.functions import by_sample
+from dp_grape_hf.gradients.functions import by_sample, of_kernels
 from dp_grape_hf.gradients.stand_ins import call_with
 
 RECOMPUTABLE = {
@@ -280,22 +280,5 @@ class ConvolutionRule(LayerRule):
         if isinstance(padding, str):  # pad the input explicitly
             saved = functional.pad(saved, layer._reversed_padding_repeated_twice)
             padding = (0,) * len(layer.kernel_size)
-        each = len(saved) // batch_size  # images per sample, whose gradients add up
-        images = saved.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
-        grads = grad_output.unflatten(0, (batch_size, each)).transpose(0, 1).flatten(1, 2)
-        m, *rest = layer.weight.shape
-        shape = (batch_size * m, *rest)
-        gradient = torch.ops.aten.convolution_backward(
-            grads,  # (each, B * m, ...)
-            images.to(grads.dtype),  # (each, B * channels, ...)
-            grads.new_zeros(()).expand(shape),  # the weight; only its shape is read
-            None,
-            layer.stride,
-            padding,
-            layer.dilation,
-            False,
-            [0] * len(layer.kernel_size),
-            batch_size * layer.groups,
-            (False, True, False),
-        )[1]
-        return gradient.unflatten(0, (batch_size, m))
+        shapes = layer.weight.shape, layer.groups, batch_size
+        return of_kernels(saved, grad_output, *shapes, layer.stride, padding, layer.dilation)

@@ -4,8 +4,8 @@ The per-sample gradient of a weight is the derivative of one sample's loss in th
 that sample. Under ``torch.func.vmap`` this would take B copies ``W + lift(z_i)`` of each weight,
 although z is zero and all of them equal W. So the module's code receives a stand-in for the weight:
 
-* ``linear``, ``addmm`` and ``embedding`` are linear in the weight. Their value is computed from W,
-  for all samples at once, and a node at the output computes the derivative in z.
+* ``linear``, ``addmm``, ``embedding`` and convolutions are linear in the weight. Their value is
+  computed from W, for all samples at once, and a node at the output computes the derivative in z.
 * Any other operation uses the sum ``W + lift(z)``, which is formed at its first use.
 
 The operation decides, and not the module that owns the weight. So derivatives are also exact for a
@@ -18,6 +18,7 @@ own tensors may have any dimensions before the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from dp_grape_hf.gradients import functions
 from dp_grape_hf.gradients.forms import Dense, Factored, Single, SparseRows, projected
 from dp_grape_hf.projections import Projector, Side
 
@@ -394,8 +396,53 @@ def _embedding(
     return outside_vmap(weight.z, compute, input, weight.z)
 
 
+def _convolution(function: Callable[..., Tensor], dims: int) -> Callable[..., Tensor | None]:
+    """Return a convolution over ``dims`` dimensions, with a backward pass for each sample."""
+
+    def operation(
+        input: Tensor,
+        weight: Any,
+        bias: Any = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor | None:
+        if isinstance(input, _StandIn) or _computed(weight) or _computed(bias):
+            return None
+        if isinstance(padding, str) or getattr(weight, "projector", None) is not None:
+            return None
+        sizes = [[x] * dims if isinstance(x, int) else x for x in (stride, padding, dilation)]
+
+        def derivative(grad: Tensor, images: Tensor, batch_size: int) -> tuple[Tensor, ...]:
+            found = []
+            if isinstance(weight, _StandIn):
+                shapes = weight.shape, groups, batch_size
+                found.append(functions.of_kernels(images, grad, *shapes, *sizes))
+            if isinstance(bias, _StandIn):
+                places = grad.unflatten(0, (batch_size, -1)).flatten(3)  # (B, b, m, places)
+                found.append(places.sum((1, 3), dtype=torch.float32))
+            return tuple(found)
+
+        def compute(x: Tensor, *coordinates: Tensor) -> tuple[Tensor, int]:
+            sample = x.shape[: -dims - 1]  # (B,) or (B, b)
+            images = x.reshape(-1, *x.shape[-dims - 1 :])
+            output = function(images, _plain(weight), _plain(bias), *sizes, groups)
+            of_batch = partial(derivative, batch_size=len(x))
+            output = AtZero.apply(output, images.detach(), of_batch, *coordinates)
+            return output.unflatten(0, sample), 0
+
+        coordinates = _moving(weight, bias)
+        return outside_vmap(coordinates[0], compute, input, *coordinates)
+
+    return operation
+
+
 _OPERATIONS: dict[Any, Callable[..., Tensor | None]] = {
     functional.linear: _product,
     torch.addmm: _addmm,
     functional.embedding: _embedding,
+    functional.conv1d: _convolution(functional.conv1d, 1),
+    functional.conv2d: _convolution(functional.conv2d, 2),
+    functional.conv3d: _convolution(functional.conv3d, 3),
 }
