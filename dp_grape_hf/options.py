@@ -324,13 +324,6 @@ OPTIONS: dict[str, Option] = {
         "layerwise",
     ),
     # What leaves the machine
-    "save_as": one_of("model", "adapter").option(
-        "What `save_model()` and `push_to_hub()` write: `model`, all weights; or `adapter`, the "
-        "change that the run made, [as a LoRA "
-        "adapter](../publishing/README.md#an-adapter-instead-of-all-weights). Checkpoints hold all "
-        "weights.",
-        "model",
-    ),
     "eval_data_is_public": FLAG.option(
         "Declares that the evaluation data need no protection: metrics of these rows are not "
         "covered by epsilon. You need it before training may follow an evaluation metric, and to "

@@ -123,7 +123,6 @@ class DPGrapeArguments(_Host):
     engine: str = _IN_TABLE
 
     # ---- What leaves the machine ----
-    save_as: str = _IN_TABLE
     eval_data_is_public: bool = _IN_TABLE
 
     refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET

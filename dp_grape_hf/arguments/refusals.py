@@ -43,8 +43,6 @@ def refuse_contradictions(args: Any) -> None:
     _refuse_compilation(args)
     if args.noise == BANDED and (reason := reason_against_bands(args)) is not None:
         raise PrivacyError(f"noise={args.noise!r} with {reason}")
-    if args.save_as == "adapter":
-        _refuse_adapter(args)
     if math.isinf(args.max_grad_norm) and (args.private or args.clipping == Clipping.AUTOMATIC):
         raise PrivacyError(
             f"max_grad_norm={args.max_grad_norm!r} does not bound the sensitivity, so no noise "
@@ -108,28 +106,6 @@ def _refuse_compilation(args: Any) -> None:
     }
     if reason := next((text for text, applies in reasons.items() if applies), None):
         raise PrivacyError(f"{given[0]} is not supported: {reason}. Leave it out.")
-
-
-def _refuse_adapter(args: Any) -> None:
-    """Refuse to save an adapter if the change of the weights is not low-rank, or is not stored."""
-    row, instead = METHODS[args.method], "or leave save_as at 'model'."
-    if not row.projected_at_capture or args.projection == "identity":
-        raise PrivacyError(
-            f"save_as='adapter' with method={args.method!r} and projection={args.projection!r}: "
-            "updates of a weight are low-rank only if per-sample gradients are projected. "
-            f"Choose method='dp_grape' with a projection, {instead}"
-        )
-    for name, reason in (
-        (
-            "weight_decay",
-            "weight decay changes weights in all directions, which a low-rank adapter cannot store",
-        ),
-        ("load_best_model_at_end", "the adapter stores the change up to the last step"),
-    ):
-        if value := getattr(args, name):
-            raise PrivacyError(
-                f"save_as='adapter' with {name}={value!r}: {reason}. Leave it out, {instead}"
-            )
 
 
 def reason_against_bands(args: Any) -> str | None:

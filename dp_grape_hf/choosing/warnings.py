@@ -14,10 +14,10 @@ _MIN_SIGNAL_TO_NOISE = 10.0  # largest move of an output by signal, divided by i
 FIRST_POSITION = (
     "The head is new and reads the first position of the text, and this run does not change the "
     "last layer. A pretrained encoder stores little of the meaning of a text there, so the head "
-    "may learn little. Use method='dp_grape' with save_as='model', which makes the last layer "
+    "may learn little. Use method='dp_grape' without an adapter, which makes the last layer "
     "average over the text, or a model whose head reads the mean of all positions."
 )
-"""Warning if ``average_at_first`` would change weights that the run does not save."""
+"""Warning if ``average_at_first`` would change weights outside of an adapter, which stay."""
 
 
 def rate_warnings(rates: Rates, *, chosen: bool) -> list[str]:

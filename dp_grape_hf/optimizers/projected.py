@@ -94,8 +94,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             updates are stored separately (``store_separately``), U is multiplied in each step, and
             W at the next merge by the product of all factors since the last merge.
         rounding_seed: the public seed of the rounding.
-        keep_changes: whether the state stores the total change of each projected weight
-            (``changes``).
         **settings: settings of the rule: ``betas`` and ``eps`` of Adam, ``momentum`` of momentum.
 
     Raises:
@@ -111,7 +109,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         rule: str = "adam",
         weight_decay: float = 0.0,
         rounding_seed: int = 0,
-        keep_changes: bool = False,
         **settings: Any,
     ) -> None:
         if rule not in UPDATE_RULES:
@@ -119,7 +116,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._rule = UPDATE_RULES[rule]
         settings = self._rule.checked(settings, lr=lr, weight_decay=weight_decay)
         super().__init__(params, {"lr": lr, **settings, "weight_decay": weight_decay})
-        self._keeps_changes, self._rounding_seed = keep_changes, rounding_seed
+        self._rounding_seed = rounding_seed
         self._private_grads: dict[nn.Parameter, Tensor] | None = None
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._flat: Tensor | None = None  # concatenated private gradients
@@ -339,8 +336,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self, weight: nn.Parameter, z: Tensor, projector: Projector, decay: float
     ) -> None:
         """Set the weight to ``decay * W + lift(z)``, without an m x n temporary."""
-        if self._keeps_changes:
-            self._keep_change(self.state[weight].setdefault("change", []), z, projector)
         here = local(weight)
         if not is_short(weight):
             projector.add_lifted_(here, z, decay, local_rows(weight))
@@ -429,38 +424,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
 
     # ---- Changes of weights ----
 
-    def _keep_change(self, terms: list[dict[str, Any]], z: Tensor, projector: Projector) -> None:
-        """Add a lifted update to the change of a weight: coordinates Z, float32, for each P."""
-        side, matrix = projector.side.value, projector.matrix
-        for term in reversed(terms):
-            earlier = term["projection"]
-            if term["side"] == side and (earlier is matrix or torch.equal(earlier, matrix)):
-                term["coordinates"] += z
-                return
-        coordinates = z.to(torch.float32, copy=True)
-        terms.append({"side": side, "projection": matrix, "coordinates": coordinates})
-
-    def changes(self) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """Return the total changes of projected weights, if they are kept.
-
-        Separately stored updates are included once they are merged.
-
-        Returns:
-            Weight -> float32 factors (m, R) and (R, n), whose product was added to the weight. R is
-            the sum of the ranks of all different P.
-        """
-        found: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        for weight in (weight for group in self.param_groups for weight in group["params"]):
-            state = self.state.get(weight, {})
-            if terms := state.get("change"):
-                pairs = [
-                    Projector(term["projection"], Side(term["side"])).factors(term["coordinates"])
-                    for term in terms
-                ]
-                left, right = zip(*pairs, strict=True)
-                found[weight] = torch.cat(left, dim=1), torch.cat(right, dim=0)
-        return found
-
     # ---- State ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -495,9 +458,12 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for index, weight in zip(order, weights, strict=True):
             if index not in state_dict["state"]:
                 continue
-            state = self.state[weight] = _copied(state_dict["state"][index], weight.device)
-            if not self._keeps_changes:
-                state.pop("change", None)
+            state = self.state[weight] = {
+                key: value.to(weight.device, torch.float32, copy=True)
+                if isinstance(value, Tensor)
+                else value
+                for key, value in state_dict["state"][index].items()
+            }
             if not is_short(weight):
                 state.pop("value", None)
                 if state.get("decay", 1.0) != 1 or state.pop("update", torch.zeros(1)).any():
@@ -509,9 +475,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 state.pop("decay", None)
 
     def state_bytes(self) -> int:
-        """Return the size of the moments, stored updates, float32 values and changes, in bytes."""
-        parts = (part for s in self.state.values() for part in (s, *s.get("change", ())))
-        pairs = (pair for part in parts for pair in part.items() if pair[0] != "step")
+        """Return the size of the moments, stored updates and float32 values, in bytes."""
+        pairs = (pair for s in self.state.values() for pair in s.items() if pair[0] != "step")
         return sum(value.nbytes for _, value in pairs if isinstance(value, Tensor))
 
 
@@ -529,15 +494,6 @@ class ProjectedAdam(ProjectedOptimizer):
     ) -> None:
         options |= {"betas": tuple(betas), "eps": eps}
         super().__init__(params, lr, rule="adam", weight_decay=weight_decay, **options)
-
-
-def _copied(saved: Any, device: torch.device) -> Any:
-    """Return a saved state with float32 copies of its tensors on a device."""
-    if isinstance(saved, Tensor):
-        return saved.to(device, torch.float32, copy=True)
-    if isinstance(saved, dict):
-        return {key: _copied(value, device) for key, value in saved.items()}
-    return [_copied(value, device) for value in saved] if isinstance(saved, list) else saved
 
 
 def _check_shape(tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -3,15 +3,10 @@
 ``publisher`` saves a model with its ledger and its card into an empty folder. The files then
 replace the files of a local folder, or are uploaded as one commit. ``statement`` writes the privacy
 claim that a ledger supports, ``card`` writes the model card around it, and ``configs``
-removes local paths from the saved configs. ``verification`` compares card, files and ledger.
-``adapter`` saves the change of a run as a PEFT adapter, and ``model_files`` lists the files of a
-model.
+removes local paths from the saved configs. ``verification`` compares card, files and ledger, and
+``model_files`` lists the files of a model.
 """
 
-from dp_grape_hf.publishing.adapter import (
-    Adapter as Adapter,
-    adapters_of as adapters_of,
-)
 from dp_grape_hf.publishing.card import (
     CardDetails as CardDetails,
     declare as declare,
@@ -23,7 +18,10 @@ from dp_grape_hf.publishing.model_files import (
     ADAPTER_CONFIG as ADAPTER_CONFIG,
     digest as digest,
 )
-from dp_grape_hf.publishing.publisher import Publisher as Publisher
+from dp_grape_hf.publishing.publisher import (
+    Publisher as Publisher,
+    adapters_of as adapters_of,
+)
 from dp_grape_hf.publishing.statement import (
     epsilon_text as epsilon_text,
     metadata_of as metadata_of,

@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, beside_its_ledger
-from dp_grape_hf.publishing.adapter import Adapter, adapters_of
 from dp_grape_hf.publishing.card import CardDetails, render
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from dp_grape_hf.publishing.model_files import (
@@ -50,13 +49,12 @@ class Publisher:
         model: the model. A model of transformers or PEFT is saved with its config; of other models,
             only the tensors are saved.
         processing_class: the tokenizer or processor to save with the model.
-        adapter: the adapter to save, made before training; None saves the whole model.
         details: information for the card that is not in the ledger.
 
     Attributes:
         repo_id: the full name of the repository on the Hub; None before ``open``.
 
-    You may set ``ledger``, ``adapter`` and ``details`` at any time.
+    You may set ``ledger`` and ``details`` at any time.
     """
 
     def __init__(
@@ -66,12 +64,11 @@ class Publisher:
         model: Any,
         processing_class: Any = None,
         *,
-        adapter: Adapter | None = None,
         details: CardDetails | None = None,
     ) -> None:
         self.ledger, self.folder = ledger, Path(folder)
         self.processing_class = processing_class
-        self.adapter, self.details = adapter, details or CardDetails()
+        self.details = details or CardDetails()
         self._api = HfApi(library_name="dp_grape_hf")
         self.repo_id: str | None = None
         self._token: str | None = None
@@ -94,10 +91,9 @@ class Publisher:
         updates: int,
         folder: Path | None = None,
         *,
-        changes: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Save the model or its adapter, its tokenizer or processor, the ledger and the card.
+        """Save the model, its tokenizer or processor, the ledger and the card.
 
         All files are written to an empty folder first. When they are complete, they replace the
         files of the same names. A crash before that does not change the earlier files.
@@ -105,51 +101,34 @@ class Publisher:
         Args:
             updates: the number of updates in the weights.
             folder: the folder; None for the publisher's folder.
-            changes: changes of projected weights, as factors (``PrivateRun.changes``). With them,
-                the adapter is saved; without them, the whole model.
             weights: the tensors to save; None for the model's ``state_dict``.
 
         Raises:
-            PrivacyError: there is no ledger, or it has fewer releases than ``updates``; or the
-                adapter does not fit the model (``Adapter.save``).
+            PrivacyError: there is no ledger, or it has fewer releases than ``updates``.
         """
         self._require_ledger()
         folder = self.folder if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as fresh:
-            self._save_into(Path(fresh), updates, changes, weights, public=False)
+            self._save_into(Path(fresh), updates, weights, public=False)
             _put_in_place(Path(fresh), folder)
 
     def _save_into(
-        self,
-        folder: Path,
-        updates: int,
-        changes: Mapping[str, tuple[Tensor, Tensor]] | None,
-        weights: Mapping[str, Tensor] | None,
-        *,
-        public: bool,
+        self, folder: Path, updates: int, weights: Mapping[str, Tensor] | None, *, public: bool
     ) -> None:
         """Save everything into an empty folder, and record the digest of each file."""
         ledger, model = self._require_ledger(), self.model
-        tensors = model.state_dict() if weights is None else weights
-        if changes is not None:
-            if self.adapter is None:
-                raise PrivacyError(
-                    "changes are saved as an adapter, but this publisher has none. Pass adapter=, "
-                    "or leave changes out to save the whole model."
-                )
-            self.adapter.save(tensors, changes, folder)
-        elif isinstance(model, PreTrainedModel) or adapters_of(model):
+        if isinstance(model, PreTrainedModel) or adapters_of(model):
             with beside_its_ledger(model):
                 model.save_pretrained(folder, state_dict=weights)
         else:
-            save_file({**tensors}, folder / MODEL, metadata={"format": "pt"})
+            tensors = model.state_dict() if weights is None else dict(weights)
+            save_file(tensors, folder / MODEL, metadata={"format": "pt"})
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder)
         if public:
             clean_configs(folder, self._is_on_hub)
-        card = self._card(updates, adapter=changes is not None)
-        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        (folder / CARD_NAME).write_text(self._card(updates), encoding="utf-8")
         ledger.snapshot(updates, digests(folder)).save(folder / LEDGER_NAME)
 
     def write_card(self, updates: int | None = None) -> None:
@@ -161,17 +140,17 @@ class Publisher:
         Raises:
             PrivacyError: there is no ledger, or it records no saved weights (``card.render``).
         """
-        card = self._card(updates, adapter=self.adapter is not None)
+        card = self._card(updates)
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / CARD_NAME).write_text(card, encoding="utf-8")
 
-    def _card(self, updates: int | None, *, adapter: bool) -> str:
+    def _card(self, updates: int | None) -> str:
         """Return the card, with the base model and the class of the model filled in."""
         names = (n for n in _base_names(self.model) if self._is_on_hub(n))  # no local paths
         details = replace(
             self.details,
             base_model=self.details.base_model or next(names, None),
-            adapter=adapter or bool(adapters_of(self.model)),
+            adapter=bool(adapters_of(self.model)),
             repo_id=self.repo_id or self.details.repo_id,
             model_class=self.details.model_class or _class_of(self.model),
             num_labels=self.details.num_labels or _labels_of(self.model),
@@ -215,7 +194,6 @@ class Publisher:
         updates: int,
         message: str = "End of training",
         *,
-        changes: Mapping[str, tuple[Tensor, Tensor]] | None = None,
         weights: Mapping[str, Tensor] | None = None,
         copies: tuple[str, ...] = (),
         token: str | None = None,
@@ -232,7 +210,6 @@ class Publisher:
         Args:
             updates: the number of updates in the weights.
             message: the message of the commit.
-            changes: as for ``save``.
             weights: as for ``save``.
             copies: folders in the repository that receive the same files.
             token: a token that may write; None for the repository's token.
@@ -255,7 +232,7 @@ class Publisher:
         self.folder.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=".publishing-", dir=self.folder))
         try:
-            self._save_into(fresh, updates, changes, weights, public=True)
+            self._save_into(fresh, updates, weights, public=True)
         except BaseException:
             shutil.rmtree(fresh, ignore_errors=True)
             raise
@@ -310,6 +287,12 @@ class Publisher:
         if not push.cancelled() and (error := push.exception()) is not None:
             notes = " ".join(getattr(error, "__notes__", ()))
             logger.error("A push to %s failed: %s %s", self.repo_id, error, notes)
+
+
+def adapters_of(model: Any) -> Mapping[str, Any]:
+    """Return the configs of a model's PEFT adapters, by the names of the adapters."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    return configs
 
 
 def _class_of(model: Any) -> str | None:

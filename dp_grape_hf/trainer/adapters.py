@@ -1,8 +1,7 @@
 """DP-GRAPE for frozen weights: ``W + Z P^T``, for instance with a W in 4 or 8 bits.
 
-A run of DP-GRAPE with one P adds ``Z P^T`` to a weight. This is LoRA's ``B A`` with a fixed A. If W
-can be trained, ``method="dp_grape"`` trains it, and ``save_as="adapter"`` saves the change. If W is
-frozen, make the adapter first, and ``method="dp_lora"`` trains Z.
+A run of DP-GRAPE with one P adds ``Z P^T`` to a weight. This is LoRA's ``B A`` with a fixed A. Make
+the adapter first, and ``method="dp_lora"`` trains Z.
 """
 
 from __future__ import annotations

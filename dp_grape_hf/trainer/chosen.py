@@ -149,7 +149,7 @@ def choose_parts(
             if args.method == "dp_grape" and pretrained and not by_user:
                 frozen = train_matrices_only(model, last.name)
             averaged, reads_first = None, False
-            if args.save_as != "adapter" and not hasattr(model, "peft_config"):
+            if not hasattr(model, "peft_config"):
                 averaged = average_at_first(model, last.module, first)
             else:  # the last layer would not be saved
                 reads_first = is_new_at_first(model, last.module, first)

@@ -68,7 +68,6 @@ from dp_grape_hf.ledger import (
     note_provenance,
     refuse_used_folder,
     remember,
-    was_trained,
 )
 from dp_grape_hf.mechanism import (
     LogicalBatch,
@@ -281,7 +280,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             if args.private and args.privacy_unit_column is None:
                 warn_of_rows(prepared, self.processing_class)
             self._make_plan()
-            self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._add_callbacks()
 
     def _add_callbacks(self) -> None:
@@ -345,7 +343,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         if is_sharded(self.model):
             return
         self._make_parts()
-        self.publisher.adapter = self.private_run.adapter(self.plan.steps)
         self._choose_rates()
 
     def _make_run(self) -> PrivateRun:
@@ -605,7 +602,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     ) -> Any:
         """Start or resume ledger and mechanism, and examine the model, before the first step."""
         self._require_as_planned(max_steps)
-        moved = was_trained(self.model) or self.state.global_step > 0
         self._refuse_early(train_dataloader, resume_from_checkpoint)
         self._make_ready_with_ledger(resume_from_checkpoint)
         self._start_run()
@@ -615,7 +611,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             max_steps, train_dataloader, resume_from_checkpoint
         )
         self._require_our_optimizer()
-        self._require_whole_adapter(moved)
         self._examine_first(train_dataloader)
         self.private_run.store_updates_separately()
         self.model.train()
@@ -623,14 +618,14 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
         """Make the run ready and open its ledger; after an error, the run is as before."""
-        before = self.private_run, self.publisher.adapter
+        before = self.private_run
         self._make_ready()
         for warning in self._rate_warnings():
             logger.warning("%s", warning)
         try:
             self._start_ledger(checkpoint)
         except PrivacyError:
-            self.private_run, self.publisher.adapter = before  # for ``save_model``
+            self.private_run = before  # for ``save_model``
             raise
 
     def _try_one_example(self) -> None:
@@ -695,20 +690,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 "override, or call super() and return its optimizer."
             )
         require_each_once(run.optimizer, self.model, run.trainable)
-
-    def _require_whole_adapter(self, moved: bool) -> None:
-        """Refuse to save an adapter that would miss a trained part.
-
-        Args:
-            moved: Whether the weights were trained before this run.
-        """
-        require(
-            self.publisher.adapter is None or not moved or bool(self.private_run.changes()),
-            "save_as='adapter': the model was trained before this run, and an adapter would miss "
-            "that change of the weights. Save the model and load it again as the "
-            "base; resume from a checkpoint that was made with save_as='adapter' and "
-            "has optimizer.pt; or leave save_as at 'model'.",
-        )
 
     def _examine_first(self, loader: Any) -> None:
         """Examine collator, losses and gradients on the first examples, if there is a loader.

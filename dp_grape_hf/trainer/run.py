@@ -64,7 +64,6 @@ from dp_grape_hf.projections import (
     principal_directions,
     projection_targets,
 )
-from dp_grape_hf.publishing import Adapter
 from dp_grape_hf.sharding import most_of_any, reshard
 from dp_grape_hf.trainer.inputs_by_form import InputsByForm
 from dp_grape_hf.trainer.remembered import reused_or_made
@@ -134,7 +133,6 @@ class PrivateRun:
                 "lr": args.learning_rate,
                 "rounding_seed": args.projection_seed,
                 "rule": args.update_rule,
-                "keep_changes": args.save_as == "adapter",
                 **rule_settings(args),
             },
         )
@@ -396,35 +394,6 @@ class PrivateRun:
         if self._low_rank is not None:
             self._low_rank.merge_()
 
-    def adapter(self, steps: int) -> Adapter | None:
-        """Return the adapter as which the model is saved; None if ``save_as`` is not "adapter".
-
-        Args:
-            steps: the number of steps of the run.
-
-        Raises:
-            PrivacyError: the changes of this model have no low rank, or PEFT cannot save them.
-        """
-        args = self.args
-        if args.save_as != "adapter":
-            return None
-        every = args.projection_update_steps
-        adapter = Adapter.of(self.model, self.trainable.values(), self.ranks)
-        adapter.require_smaller(self.ranks, periods=1 if every is None else -(-steps // every))
-        return adapter
-
-    def changes(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return the change of projected weights, if the optimizer keeps it (``save_as``).
-
-        Returns:
-            Parameter name -> (m, R) and (R, n), whose product was added to the weight; see
-            ``ProjectedOptimizer.changes``.
-        """
-        if not isinstance(self.optimizer, ProjectedOptimizer):
-            return {}
-        changes = self.optimizer.changes()
-        return {name: changes[w] for name, w in self.trainable.items() if w in changes}
-
     def stop(self) -> None:
         """Merge updates, and no longer store them separately."""
         if self._low_rank is not None:
@@ -517,10 +486,9 @@ def _projections(
         settings |= {"family": args.projection, "seed": args.projection_seed}
         return ProjectionSchedule(shapes, input_dims=input_dimensions(model), **settings)
     # A head with its own clipping bound has a square P, partially whitened: features have most of
-    # their energy in a few directions, which would take most of C. A saved adapter has no place
-    # for a change of full rank.
+    # their energy in a few directions, which would take most of C.
     weight = f"{head}.weight"
-    square = [weight] if weight in trainable and args.save_as != "adapter" else []
+    square = [weight] if weight in trainable else []
     shapes |= {name: tuple(trainable[name].shape) for name in square}
     measure = partial(_principal, args, model, public_inputs, square)
     settings |= {"measure": measure, "square": square}

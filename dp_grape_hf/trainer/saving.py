@@ -15,7 +15,7 @@ from transformers.trainer_utils import HubStrategy
 
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.choosing import Rates
-from dp_grape_hf.errors import PrivacyError, require
+from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.publishing import Publisher, declare
 from dp_grape_hf.sharding import gathered_weights, is_sharded
@@ -51,24 +51,15 @@ class SavingMixin(Host):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Merge updates that are kept separately into the weights first, in every process.
 
-        With ``save_as="adapter"`` an adapter is saved. Checkpoints contain all weights, so that a
-        run resumes exactly.
-
         Raises:
-            PrivacyError: an adapter is to be saved, and nothing was trained yet; or ``train()``
-                raised an error before its first update. The saved files then stay unchanged.
+            PrivacyError: ``train()`` raised an error before its first update. The saved files then
+                stay unchanged.
         """
         if self._refused:
             raise PrivacyError(
                 "save_model() after train() raised a PrivacyError: nothing was trained, and an "
                 "earlier saved model would be overwritten. Train first."
             )
-        require(
-            self.args.save_as != "adapter"
-            or (self.publisher.adapter is not None and self.private_run.optimizer is not None),
-            "save_as='adapter' before train(): the model has no change yet that could be "
-            "saved. Train first.",
-        )
         self.private_run.merge_()
         before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
         try:
@@ -88,22 +79,15 @@ class SavingMixin(Host):
         if self.ledger is None:  # nothing was trained
             super()._save(str(folder), state_dict)
             return
-        changes = self._changes
         self._declare_hyperparameters()
-        self.publisher.save(self.state.global_step, folder, changes=changes, weights=state_dict)
+        self.publisher.save(self.state.global_step, folder, weights=state_dict)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
         if self._for_resuming and (choices := self._choices) is not None:
             choices.save(folder)
 
     def _whole_weights(self) -> dict[str, Any] | None:
         """Return the weights on the CPU, if saving needs them so; a collective call."""
-        spread = self._saves_adapter or is_sharded(self.model)
-        return gathered_weights(self.model) if spread else None
-
-    @property
-    def _changes(self) -> Any:
-        """The change that is saved as an adapter; None if the whole model is saved."""
-        return self.private_run.changes() if self._saves_adapter else None
+        return gathered_weights(self.model) if is_sharded(self.model) else None
 
     @property
     def _choices(self) -> Choices | None:
@@ -112,10 +96,6 @@ class SavingMixin(Host):
             return self._resumed
         factors: Any = self.args.learning_rate_factors
         return Choices(self.args.chosen_options, factors, self._parts, self.rates)
-
-    @property
-    def _saves_adapter(self) -> bool:
-        return self.args.save_as == "adapter" and not self._for_resuming
 
     # ---- Hub Integration ----
 
@@ -203,7 +183,6 @@ class SavingMixin(Host):
         return self.publisher.push(
             self.state.global_step,
             commit_message or "End of training",
-            changes=self._changes,
             weights=weights,
             token=token,
             revision=revision if revision is not None else self.args.hub_revision,
@@ -213,10 +192,9 @@ class SavingMixin(Host):
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Publish the model of a checkpoint; optimizer, schedule and trainer state stay here.
 
-        With ``save_as="adapter"``, the adapter of that step is published. With ``hub_strategy``
-        "checkpoint", the commit also has the files in ``last-checkpoint``; with "all_checkpoints",
-        in a folder with the checkpoint's name. If it fails, the error is logged, and training
-        goes on.
+        With ``hub_strategy`` "checkpoint", the commit also has the files in ``last-checkpoint``;
+        with "all_checkpoints", in a folder with the checkpoint's name. If it fails, the error is
+        logged, and training goes on.
         """
         strategy, folder = HubStrategy(self.args.hub_strategy), Path(checkpoint_folder)
         if strategy is HubStrategy.END:
@@ -236,7 +214,6 @@ class SavingMixin(Host):
             self.publisher.push(
                 self.state.global_step,
                 f"Training in progress, step {self.state.global_step}",
-                changes=self._changes,
                 weights=weights,
                 copies=copies.get(strategy, ()),
                 revision=self.args.hub_revision,

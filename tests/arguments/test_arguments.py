@@ -60,7 +60,6 @@ def test_fields_and_choices_agree_with_the_table_of_options() -> None:
         "engine": ENGINES,
         "grad_sample_mode": GradSampleMode,
         "noise": (INDEPENDENT, BANDED),
-        "save_as": ("model", "adapter"),
         "update_rule": UPDATE_RULES,
     }
     for name, known in choices.items():

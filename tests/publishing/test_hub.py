@@ -322,33 +322,6 @@ def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_pat
     assert_same_weights(weights_of(loaded), weights_of(trainer.model))
 
 
-@pytest.mark.slow
-def test_a_run_saved_as_adapter_is_published_as_adapter(hub: Hub, tmp_path: Path) -> None:
-    """At every save; what lies in a checkpoint to resume from stays there."""
-    out = tmp_path / "out"
-    settings: dict[str, Any] = {"push_to_hub": True, "hub_strategy": "checkpoint"}
-    trainer = trainer_of(out, save_as="adapter", projection_rank=1, **settings)
-    trainer.train()
-    names = MODEL - {"model.safetensors", "config.json"}
-    names |= {"adapter_model.safetensors", "adapter_config.json"}
-    copies = nested("last-checkpoint", names)
-    assert set(hub.files(REPO)) == INITIAL | names | copies
-    trainer.push_to_hub()
-    sent = hub.files(REPO)
-    assert set(sent) == INITIAL | names | copies
-    steps = ["Training in progress, step 2", "Training in progress, step 4"]
-    assert hub.messages(REPO)[-2:] == steps  # the last push has nothing new
-    assert "library_name: peft" in sent["README.md"].decode()
-    assert "library_name: transformers" in (out / "checkpoint-4" / "README.md").read_text()
-    assert fault_of_checkpoint(out / "checkpoint-4") == ""
-    for name in INITIAL | names:
-        (tmp_path / name).write_bytes(sent[name])
-    loaded = peft.PeftModel.from_pretrained(only(NAME).model(num_hidden_layers=1), tmp_path)
-    merged = weights_of(loaded.merge_and_unload())
-    assert_same_weights(merged, weights_of(trainer.model), rtol=1e-5, atol=1e-6)
-    assert main(["verify", str(tmp_path)]) == 0
-
-
 def test_an_untrained_model_is_not_published(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(PrivacyError, match=r"push_to_hub\(\) before train"):
         trainer_of(tmp_path).push_to_hub()

@@ -13,7 +13,6 @@ from dp_grape_hf import Ledger, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME
 from dp_grape_hf.publishing import (
     MISMATCH,
-    Adapter,
     Publisher,
     verify,
 )
@@ -29,31 +28,15 @@ def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_publisher_saves_adapters_only_if_it_has_one(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 8))
-    weight = model.get_parameter("0.weight")
-    adapter = Adapter.of(model, [weight], ["0.weight"])
-    ledger = Ledger.start(MECHANISM)
-    publisher = Publisher(ledger, tmp_path / "whole", model)
-    publisher.save(0)
-    assert [*ledger.saved[-1].files] == ["model.safetensors"]
-    changes = {"0.weight": (torch.ones(8, 1), torch.ones(1, 8))}
-    with pytest.raises(PrivacyError, match="this publisher has none"):
-        publisher.save(0, changes=changes)
-    publisher.adapter = adapter
-    publisher.save(0, tmp_path / "adapter", changes=changes)
-    assert [*ledger.saved[-1].files] == ["adapter_config.json", "adapter_model.safetensors"]
-    assert ledger.updates == 0
-    assert Ledger.load(tmp_path / "adapter" / LEDGER_NAME).head == ledger.head
-
-
 def test_what_was_saved_stays_until_all_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """And what a loader would take beside what is new goes."""
     model = nn.Linear(2, 2)
-    publisher = Publisher(Ledger.start(MECHANISM), tmp_path, model)
+    publisher = Publisher(ledger := Ledger.start(MECHANISM), tmp_path, model)
     publisher.save(0)
+    assert [*ledger.saved[-1].files] == ["model.safetensors"]
+    assert Ledger.load(tmp_path / LEDGER_NAME).head == ledger.head
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with torch.no_grad():
         model.weight.add_(1)

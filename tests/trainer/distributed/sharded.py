@@ -61,10 +61,9 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
         {"projection_update_steps": 3, "weight_decay": 0.1, "max_steps": 4},
     ),
     "opt, dp_adam": (partial(_of_case, "opt"), {"method": "dp_adam"}),
-    "opt, adapter": (
+    "opt, evaluated": (
         partial(_of_case, "opt"),
         {
-            "save_as": "adapter",
             "eval_dataset": examples_of("opt", 5, seed=1),
             "eval_strategy": "steps",  # the last evaluation is between the last step and the end
             "eval_steps": 1,
@@ -88,7 +87,7 @@ RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "vit, dp_adam": (partial(_of_case, "vit"), {"method": "dp_adam"}),
 }
 """What is trained in one process, and in several with sharded weights, and compared."""
-IN_TWO = [name for name in RUNS if name not in ("opt, adapter", "llama, uneven", "llama, LoRA")]
+IN_TWO = [name for name in RUNS if name not in ("llama, uneven", "llama, LoRA")]
 """Of these, what two processes train from end to end; the others are in scenarios of their own."""
 SAVED = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 """Of the runs ``RESUMED`` of these, which are stopped in the middle."""
@@ -172,16 +171,6 @@ def resume(folder: Path) -> Any:
     return found
 
 
-def adapter(folder: Path) -> Any:
-    """Saves what a run with sharded weights changed."""
-    make, settings = RUNS["opt, adapter"]
-    trainer = make_trainer(
-        folder / "adapter", **make(), known_streams=Streams.seeded(0), **USUAL | settings | SHARDED
-    )
-    trainer.train()
-    trainer.save_model()
-
-
 def loaded_by_the_first(folder: Path) -> Any:
     """Trains a model that has weights in the first process only, as its loading may leave it."""
     make, _ = RUNS["opt"]
@@ -246,7 +235,7 @@ def broken_data(folder: Path) -> Any:
 SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
     "two": [
         *(run.named(equal, name) for name in IN_TWO),
-        *(adapter, loaded_by_the_first, autocast, rounded, spread, save, resume),
+        *(loaded_by_the_first, autocast, rounded, spread, save, resume),
         *(bytes_of_a_step, broken_data),
     ],
     "three": [run.named(equal, "llama, uneven"), resume],

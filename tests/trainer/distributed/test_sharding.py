@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from peft import PeftModel
 from safetensors.torch import load_file
 
 from dp_grape_hf import PrivacyError
@@ -21,7 +20,7 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import verify
 from dp_grape_hf.sharding import shard_
 from tests.support.models import only, row
-from tests.support.trainers import assert_same_weights, make_trainer, weights_of
+from tests.support.trainers import assert_same_weights, make_trainer
 from tests.trainer.distributed.processes import (
     TOLERANCE,
     WAITING,
@@ -56,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def one(folder: Path) -> dict[str, Any]:
     """What one process with whole weights does."""
-    names = [*IN_TWO, "opt, adapter", "llama, uneven"]
+    names = [*IN_TWO, "llama, uneven"]
     found = {name: trained(folder / f"{name}-1", name, sharded=False) for name in names}
     noise = {}
     for name in RESUMED:
@@ -171,14 +170,6 @@ def test_one_process_goes_on_from_it(name: str, folder: Path, one: Any, two: Any
     found = trained(place, name, sharded=False, resume=True, stream=noise, **SAVED)
     expected = one["uninterrupted", name]["weights"][-1]
     assert_same_weights(found["weights"][-1], expected, **TOLERANCE)
-
-
-def test_an_adapter_is_that_of_one_process(folder: Path, one: Any, two: Any) -> None:
-    results(two, "adapter")
-    base = only("opt").model()
-    merged = PeftModel.from_pretrained(base, folder / "adapter").merge_and_unload()
-    assert_same_weights(weights_of(merged), one["opt, adapter"]["weights"][-1], **TOLERANCE)
-    assert "mismatch" not in status_of(folder / "adapter").values()
 
 
 # ---- What crosses the network, and what happens when it breaks ----
