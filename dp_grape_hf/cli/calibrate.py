@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -23,18 +23,6 @@ from dp_grape_hf.tables import table
 DEFAULT_EPSILONS = (0.5, 1.0, 2.0, 4.0, 6.0, 8.0)
 
 
-class _Row(NamedTuple):
-    target_epsilon: float | None
-    noise_multiplier: float
-    epsilon: float
-    noise_std_on_mean_over_max_grad_norm: float | None
-    accountant: str
-    coefficients: tuple[float, ...]
-    noise_left: float | None  # in the final weights, relative to independent noise
-    accounted_releases: int
-    accounted_sample_rate: float
-
-
 _CYCLIC = """
 Sampling is cyclic Poisson: each example is in one of b groups (bands), and each step samples
 from one group, each member with probability b q. Epsilon is that of ceil(steps / b)
@@ -52,7 +40,7 @@ def run(args: argparse.Namespace) -> str:
     }
     workload = _workload(args, steps)
     budget = {"target_delta": args.target_delta, "accountant": args.accountant, **plan}
-    rows: list[_Row] = []
+    rows: list[dict[str, Any]] = []
     given = args.noise_multiplier or args.target_epsilon or DEFAULT_EPSILONS
     for value in tqdm(given, disable=None):
         target: float | None = value
@@ -68,45 +56,45 @@ def run(args: argparse.Namespace) -> str:
         releases = Releases(sigma, **plan, bands=len(coefficients))
         curve = EpsilonCurve(releases, args.target_delta, args.accountant)
         one_size = batch_size is not None and len(coefficients) == 1
-        on_mean = sigma / batch_size if one_size else None
-        first = (target, sigma, curve.epsilon(steps), on_mean, curve.accountant)
-        rows.append(_Row(*first, coefficients, left, releases.counted, releases.counted_rate))
+        row = {
+            "target_epsilon": target,
+            "noise_multiplier": sigma,
+            "epsilon": curve.epsilon(steps),
+            "noise_std_on_mean_over_max_grad_norm": sigma / batch_size if one_size else None,
+            "accountant": curve.accountant,
+            "coefficients": coefficients,
+            "noise_left": left,  # in the final weights, relative to independent noise
+            "accounted_releases": releases.counted,
+            "accounted_sample_rate": releases.counted_rate,
+        }
+        rows.append(row)
     if not args.json:
+        cells = [_cells(row) for row in rows]
+        shown = table([[*cells[0]], *([*line.values()] for line in cells)], ">")
         return (
             f"sample rate {sample_rate:.6g}, steps {steps}, delta {args.target_delta:g}, "
-            f"adjacency {args.adjacency}\n\n{_table(rows)}"
-            f"{'' if workload is None else _CYCLIC}"
+            f"adjacency {args.adjacency}\n\n{shown}{'' if workload is None else _CYCLIC}"
         )
-    # JSON has no infinity; Python, R and JavaScript all read the string back.
-    dicts = [
-        {name: "inf" if value == math.inf else value for name, value in row._asdict().items()}
-        for row in rows
-    ]
-    return json.dumps({**plan, "delta": args.target_delta, "rows": dicts}, indent=2) + "\n"
+    for row in rows:  # JSON has no infinity; Python, R and JavaScript all read the string back
+        row["epsilon"] = "inf" if row["epsilon"] == math.inf else row["epsilon"]
+    return json.dumps({**plan, "delta": args.target_delta, "rows": rows}, indent=2) + "\n"
 
 
-def _table(rows: list[_Row]) -> str:
-    digits = ".6g" if rows[0].target_epsilon is None else ".4f"
-    columns = {
-        "epsilon asked": [f"{r.target_epsilon:g}" for r in rows if r.target_epsilon is not None],
-        "noise multiplier": [f"{r.noise_multiplier:{digits}}" for r in rows],
-        "epsilon achieved": [f"{rounded_up(r.epsilon):.4f}" for r in rows],
-    }
-    accountant = {"accountant": [r.accountant for r in rows]}
-    lefts = [f"{r.noise_left:.3f}" for r in rows if r.noise_left is not None]
-    if lefts:
-        columns |= accountant | {
-            "bands": [f"{len(r.coefficients)}" for r in rows],
-            "releases": [f"{r.accounted_releases}" for r in rows],
-            "at rate": [f"{r.accounted_sample_rate:.6g}" for r in rows],
-            "left": lefts,
-        }
-    else:  # correlated noise differs from step to step
-        stds = [r.noise_std_on_mean_over_max_grad_norm for r in rows]
-        on_mean = ["-" if std is None else f"{std:.4g}" for std in stds]
-        columns |= {"noise std on mean / C": on_mean} | accountant
-    shown = [[title, *cells] for title, cells in columns.items() if cells]
-    return table(zip(*shown, strict=True), ">")
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    """Return the cells of a line of the table, by the titles of their columns."""
+    asked, std = row["target_epsilon"], row["noise_std_on_mean_over_max_grad_norm"]
+    cells = {} if asked is None else {"epsilon asked": f"{asked:g}"}
+    cells["noise multiplier"] = f"{row['noise_multiplier']:{'.6g' if asked is None else '.4f'}}"
+    cells["epsilon achieved"] = f"{rounded_up(row['epsilon']):.4f}"
+    if row["noise_left"] is None:  # correlated noise differs from step to step
+        cells["noise std on mean / C"] = "-" if std is None else f"{std:.4g}"
+    cells["accountant"] = row["accountant"]
+    if row["noise_left"] is not None:
+        cells["bands"] = f"{len(row['coefficients'])}"
+        cells["releases"] = f"{row['accounted_releases']}"
+        cells["at rate"] = f"{row['accounted_sample_rate']:.6g}"
+        cells["left"] = f"{row['noise_left']:.3f}"
+    return cells
 
 
 def _workload(args: argparse.Namespace, steps: int) -> dict[str, Any] | None:

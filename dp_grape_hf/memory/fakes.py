@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -50,14 +51,18 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             warnings.filterwarnings("ignore", "`gradient_checkpointing_enable` is deprecated")
             # What fake tensors cannot do: be objects of another subclass, have numbers, and be
             # swapped by ``Module.to`` while something refers to them weakly.
-            stack.enter_context(replaced(FakeTensor, "as_subclass", _as_subclass))
-            stack.enter_context(replaced(FakeTensor, "numpy", _numpy))
-            stack.enter_context(replaced(torch.utils, "swap_tensors", torch._C._swap_tensor_impl))
+            patches: list[tuple[Any, str, Any]] = [
+                (FakeTensor, "as_subclass", _as_subclass),
+                (FakeTensor, "numpy", _numpy),
+                (torch.utils, "swap_tensors", torch._C._swap_tensor_impl),
+            ]
             if gpu:
                 stack.enter_context(simulated_gpu())
                 attention = partial(_attention, functional.scaled_dot_product_attention)
-                stack.enter_context(replaced(functional, "dropout", _dropout))
-                stack.enter_context(replaced(functional, "scaled_dot_product_attention", attention))
+                patches.append((functional, "dropout", _dropout))
+                patches.append((functional, "scaled_dot_product_attention", attention))
+            for one in patches:
+                stack.enter_context(patch.object(*one))
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
             yield
@@ -66,20 +71,6 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             f"The memory of this model depends on the contents of its inputs ({error}), which a "
             "simulation does not have."
         ) from error
-
-
-@contextmanager
-def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Use another function in place of an attribute."""
-    is_own, original = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, function)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:  # inherited
-            delattr(owner, name)
 
 
 class _Answers(TorchDispatchMode):
