@@ -5,7 +5,6 @@ What is loaded is read in a process of its own, since the tests themselves have 
 
 import ast
 import json
-import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -96,14 +95,6 @@ def test_a_star_import_brings_exactly_the_public_names() -> None:
     assert names.keys() - {"__builtins__"} == set(dp_grape_hf.__all__)
     with pytest.raises(AttributeError, match=r"'dp_grape_hf' has no attribute 'DPGrapeNothing'"):
         _ = dp_grape_hf.DPGrapeNothing
-
-
-@pytest.mark.parametrize("name", ["DPGrapeTrainer", "PrivacyError"])
-def test_what_is_pickled_by_name_is_found_again(name: str) -> None:
-    value = getattr(dp_grape_hf, name)
-    assert pickle.loads(pickle.dumps(value)) is value
-    here = f"cdp_grape_hf\n{name}\n.".encode()  # as a pickle that names the package itself
-    assert pickle.loads(here) is value
 
 
 @pytest.mark.parametrize("command", COMMANDS)

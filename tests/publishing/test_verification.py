@@ -448,15 +448,6 @@ def test_a_card_of_an_unknown_accountant_is_checked_except_epsilon(
         (run / CARD_NAME).write_text(honest, encoding="utf-8")
 
 
-def test_an_accountant_that_nobody_knows_is_said(tmp_path: Path) -> None:
-    _saved(tmp_path)
-    note_weights(tmp_path, ledger_of(10, replace(MECHANISM, accountant="abacus")))
-    found = {check.what: check for check in verify(tmp_path)}
-    assert found["epsilon by abacus"].found == "not applicable: 'abacus' is unknown"
-    assert _wrong(list(found.values())) == ["card: statement"]
-    assert found["card: statement"].found == "| Accountant | abacus |"
-
-
 def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
     mechanism = replace(MECHANISM, target_epsilon=None, target_delta=None)
     ledger_of(3, mechanism, path=tmp_path / LEDGER_NAME)

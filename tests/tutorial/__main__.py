@@ -7,8 +7,6 @@ Needs the extras ``tutorial`` and ``sft``. A notebook takes two or three minutes
 CPU. What it writes lies in a temporary folder.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

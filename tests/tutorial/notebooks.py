@@ -1,7 +1,5 @@
 """Run the notebooks of the tutorial, and make of what they show what is committed."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import os
