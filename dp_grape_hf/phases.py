@@ -4,8 +4,6 @@ The memory simulation, timers and tests refer to the parts of a step by these na
 simulation, the CPU stands for a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar

@@ -12,8 +12,6 @@ weights, and tensors in the shape of a weight, are sharded.
 Shapes: m x n the weight as stored, of which a process has k rows.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``DPGrapeTrainingArguments``: the options of a private run, with their defaults and checks."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -9,8 +9,6 @@ costs no privacy. A plug-in can choose only these two.
 To add a method to the package, add a row. ``register_method`` adds one from outside.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """The privacy plan of a run: N, q, the number of steps and sigma, fixed before data are read."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

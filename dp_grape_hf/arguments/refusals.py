@@ -3,8 +3,6 @@
 The range of each option is checked before, by `dp_grape_hf.options`.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Format the choices of a run as text, for the ledger and for the table at the start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from dp_grape_hf.choosing.rates import Group, Rates

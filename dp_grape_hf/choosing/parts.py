@@ -1,7 +1,5 @@
 """Choose the trained parameters of a model, the optimizer, and the input of a new head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Warnings about learning rates that cannot work, before the first step."""
 
-from __future__ import annotations
-
 from dp_grape_hf.choosing.rates import OUTPUT_NOISE, Rates
 
 # Largest change of the features by noise, relative to their norm. Features that noise turns into a

@@ -1,7 +1,5 @@
 """``dp-grape audit``: attack a training run, and compare the result with its claimed epsilon."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import asdict, fields

@@ -1,7 +1,5 @@
 """``dp-grape card``: write the model card of a saved model from its ledger."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``dp-grape convert``: make a training script private by changing its imports."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import difflib

@@ -1,7 +1,5 @@
 """``dp-grape ledger``: show the entries of a ledger, and the epsilon spent."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Iterator, Sequence
 from pathlib import Path

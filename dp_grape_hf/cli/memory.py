@@ -1,7 +1,5 @@
 """``dp-grape memory``: the memory of a training step, computed from a model's config."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import fields

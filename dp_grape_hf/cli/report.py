@@ -1,7 +1,5 @@
 """``dp-grape report``: write one page with plots of a run."""
 
-from __future__ import annotations
-
 import argparse
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``dp-grape suggest``: print the hyperparameters that a run would choose."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

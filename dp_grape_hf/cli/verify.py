@@ -1,7 +1,5 @@
 """``dp-grape verify``: compare a saved or published model with its ledger."""
 
-from __future__ import annotations
-
 import argparse
 from glob import escape
 from pathlib import Path

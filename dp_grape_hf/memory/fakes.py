@@ -1,7 +1,5 @@
 """Tensors without contents: every operation runs on them and computes nothing."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """A model that is given by its configuration alone, and batches with the shapes of real ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Compare the memory of several methods, and find the largest batch that fits a card."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

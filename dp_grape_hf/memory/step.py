@@ -9,8 +9,6 @@ The simulation leaves out memory of a GPU that is not in tensors: the CUDA conte
 workspaces of matrix products and convolutions, fragmentation, and temporary memory inside a kernel.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Record when tensor memory is allocated and freed, and its purpose."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass

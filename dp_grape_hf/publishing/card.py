@@ -6,8 +6,6 @@ run has a guarantee. The publisher may keep, change or remove the rest of the ca
 The text of the card is the template ``card.md`` in this folder.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

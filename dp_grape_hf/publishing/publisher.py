@@ -1,7 +1,5 @@
 """Save a trained model with its ledger and its card in a folder, and publish them on the Hub."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil
