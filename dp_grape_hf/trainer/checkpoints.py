@@ -1,16 +1,12 @@
-"""Checks of checkpoints before a run resumes, and advice if one could not be saved."""
+"""Checks of checkpoints before a run resumes."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
@@ -119,26 +115,3 @@ def fault_of_checkpoint(folder: str | Path) -> str:
     except (OSError, ValueError, LookupError, TypeError, zipfile.BadZipFile) as error:
         return f"{name} is damaged or cut short ({error})."
     return ""
-
-
-@contextmanager
-def saving_a_checkpoint(output_dir: str) -> Iterator[None]:
-    """Context in which a checkpoint is saved; an error about writing says what to do.
-
-    Raises:
-        PrivacyError: writing failed, for instance because the disk is full. Other errors are
-            raised unchanged.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not _OF_WRITING.search(str(error)):
-            raise
-        raise PrivacyError(
-            f"A checkpoint in {output_dir} could not be saved ({type(error).__name__}: {error}). "
-            "Earlier checkpoints are complete, and the ledger counts every release. Free some "
-            "space, then continue with train(resume_from_checkpoint=True)."
-        ) from error
-
-
-_OF_WRITING = re.compile("PytorchStreamWriter|inline_container|iostream|basic_ios|unexpected pos")

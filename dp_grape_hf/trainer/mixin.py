@@ -96,7 +96,6 @@ from dp_grape_hf.trainer.checkpoints import (
     last_whole_checkpoint,
     refuse_longer_run,
     require_whole_checkpoint,
-    saving_a_checkpoint,
 )
 from dp_grape_hf.trainer.chosen import (
     Choices,
@@ -826,8 +825,15 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save as the host does; an error says what to do, for instance about a full disk."""
-        with saving_a_checkpoint(str(self.args.output_dir)):
+        try:
             super()._save_checkpoint(*args, **kwargs)
+        except Exception as error:
+            error.add_note(
+                f"A checkpoint in {self.args.output_dir} could not be saved. Earlier checkpoints "
+                "are complete, and the ledger counts every release. Free some space if the disk "
+                "is full, then continue with train(resume_from_checkpoint=True)."
+            )
+            raise
 
     def training_step(
         self,

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
@@ -24,7 +23,6 @@ from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
     last_whole_checkpoint,
     require_whole_checkpoint,
-    saving_a_checkpoint,
 )
 from tests.support.ledgers import note_weights
 from tests.support.marks import slow_but
@@ -221,8 +219,9 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
             _fill(path)
 
     trainer = make_trainer(tmp_path, callbacks=[At(4, fill)], **SAVING)
-    with pytest.raises(PrivacyError, match=r"could not be saved.*Free some space"):
+    with pytest.raises((OSError, RuntimeError, PrivacyError)) as failure:
         trainer.train()
+    assert "Free some space" in failure.value.__notes__[0]
     assert len(releases) == 4 == Ledger.load(tmp_path / LEDGER_NAME).steps
     assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
     monkeypatch.setattr(publisher_module, "save_file", SAVE_FILE)
@@ -254,24 +253,6 @@ def test_a_release_that_cannot_be_recorded_is_not_made(
     assert trainer.ledger.steps == 4, "it may have been written: it counts"
     assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
     assert any(not torch.equal(weights[n], p) for n, p in weights_of(trainer.model).items())
-
-
-def test_a_failed_save_says_what_to_do(tmp_path: Path) -> None:
-    with (
-        pytest.raises(PrivacyError, match=r"OSError: no space.*resume_from_checkpoint"),
-        saving_a_checkpoint(str(tmp_path)),
-    ):
-        raise OSError("no space")
-    with pytest.raises(PrivacyError, match=r"^as it is$"), saving_a_checkpoint(str(tmp_path)):
-        raise PrivacyError("as it is")
-    kinds = (KeyError("a bug"), RuntimeError("a bug"), TypeError("a bug"))
-    for bug in kinds:
-        with pytest.raises(type(bug)) as raised, saving_a_checkpoint(str(tmp_path)):
-            raise bug
-        assert raised.value is bug
-    for fault in (SafetensorError("I/O"), RuntimeError("PytorchStreamWriter failed writing")):
-        with pytest.raises(PrivacyError, match="could not be saved"), saving_a_checkpoint("."):
-            raise fault
 
 
 def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:
