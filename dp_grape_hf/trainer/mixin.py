@@ -131,8 +131,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     """Base class that makes the training of a ``transformers.Trainer`` differentially private.
 
     Args:
-        model: as for the host; parameters with ``requires_grad`` are trained.
-        args: an instance of ``arguments_class``.
+        model: ``torch.nn.Module``; parameters with ``requires_grad`` are trained. Its loss is known
+            for all heads of transformers; for others, give ``compute_loss_func``.
+        args: an instance of ``arguments_class``: epsilon, delta, epochs, and any other options.
+        train_dataset: map-style, with a length: examples are sampled by their indices.
         compute_loss_func: if given, ``f(outputs, labels)`` or ``f(outputs, labels,
             num_items_in_batch)``, whose last argument is None in training, must return one loss
             per sample, (B,), each computed from that sample alone.
@@ -163,7 +165,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         guarantee, and logs everything.
 
     Raises:
-        PrivacyError: arguments, model and data do not allow this guarantee.
+        PrivacyError: arguments, model and data do not allow this guarantee; if possible, before any
+            data are read.
     """
 
     arguments_class: ClassVar[type[DPGrapeArguments]] = DPGrapeTrainingArguments

@@ -92,10 +92,7 @@ class _PairsMixin(TRLMixin):
 @accepts_short_names
 @dataclass(repr=False)
 class DPGrapeRewardConfig(TRLArguments, RewardConfig):  # type: ignore[misc]
-    """``RewardConfig`` of a differentially private run; see ``DPGrapeArguments``.
-
-    As in ``RewardConfig``, gradient checkpointing is on by default, and bfloat16
-    autocast where a GPU has it.
+    """``RewardConfig`` of a differentially private run; see ``TRLArguments``.
 
     Raises:
         PrivacyError: also for activation offloading.
@@ -125,10 +122,8 @@ class DPGrapeRewardTrainer(_PairsMixin, RewardTrainer):
 @accepts_short_names
 @dataclass(repr=False)
 class DPGrapeDPOConfig(TRLArguments, DPOConfig):  # type: ignore[misc]
-    """``DPOConfig`` of a differentially private run; see ``DPGrapeArguments``.
+    """``DPOConfig`` of a differentially private run; see ``TRLArguments``.
 
-    As in ``DPOConfig``, gradient checkpointing is on by default, and bfloat16
-    autocast where a GPU has it.
     ``router_aux_loss_coef`` is 0 unless given.
 
     Raises:

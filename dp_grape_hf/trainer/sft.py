@@ -40,7 +40,11 @@ REFUSED_IF_SET = {
 
 
 class TRLArguments(DPGrapeArguments):
-    """``DPGrapeArguments`` in front of a config of TRL, which can be made on any machine."""
+    """``DPGrapeArguments`` in front of a config of TRL, which can be made on any machine.
+
+    As in TRL, and other than in ``TrainingArguments``, gradient checkpointing is on by default, and
+    bfloat16 autocast where a GPU has it.
+    """
 
     def __post_init__(self) -> None:
         """Leave bfloat16 off on CPUs, unless it is asked for: TRL's default is on."""
@@ -53,11 +57,10 @@ class TRLArguments(DPGrapeArguments):
 @accepts_short_names
 @dataclass(repr=False)
 class DPGrapeSFTConfig(TRLArguments, SFTConfig):  # type: ignore[misc]
-    """``SFTConfig`` of a differentially private run; see ``DPGrapeArguments``.
+    """``SFTConfig`` of a differentially private run; see ``TRLArguments``.
 
-    As in ``SFTConfig``, and other than in ``TrainingArguments``, gradient checkpointing is on by
-    default, and bfloat16 autocast where a GPU has it. ``completion_only_loss`` is on
-    for data sets of prompts and completions. ``router_aux_loss_coef`` is 0 unless given.
+    ``completion_only_loss`` is on for data sets of prompts and completions.
+    ``router_aux_loss_coef`` is 0 unless given.
 
     Raises:
         PrivacyError: also for packing, ``padding_free``, a ``loss_type`` other than ``nll``,

@@ -30,21 +30,8 @@ class DPGrapeTrainer(DPGrapeMixin, Trainer):
     * ``save_model()``, ``push_to_hub()``: save or publish weights with ledger and model card;
       ``dp-grape verify`` compares them.
 
-    Args:
-        model: ``torch.nn.Module``; parameters with ``requires_grad`` are trained. Its loss is known
-            for all heads of transformers; for others, give ``compute_loss_func``.
-        args: ``DPGrapeTrainingArguments``: epsilon, delta, epochs, and any other options.
-        train_dataset: map-style, with a length: examples are sampled by their indices.
-        compute_loss_func: ``f(outputs, labels)``, which returns one loss per sample, (B,).
-        public_dataset: examples that need no protection. Principal directions and learning rates
-            are measured on them instead of on synthetic inputs.
-        **kwargs: all other arguments of ``transformers.Trainer``, except ``optimizers``.
-
-    Raises:
-        PrivacyError: arguments, model and data do not allow the guarantee; if possible, before any
-            data are read.
-
-    ``DPGrapeMixin`` and the page of ``dp_grape_hf/mechanism`` state the full guarantee.
+    Arguments, guarantee and errors are as in ``DPGrapeMixin``; ``args`` is a
+    ``DPGrapeTrainingArguments``. The page of ``dp_grape_hf/mechanism`` explains the guarantee.
     """
 
 
