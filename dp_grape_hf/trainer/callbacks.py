@@ -14,8 +14,6 @@ from transformers.trainer_callback import ProgressCallback
 from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import PrivacySpent
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import Mechanism
-from dp_grape_hf.mechanism import Window
 
 logger = logging.getLogger(__name__)
 
@@ -140,21 +138,18 @@ class WarnOfDivergence(TrainerCallback):
     This uses private updates alone, so it costs no privacy.
 
     Args:
-        windows: returns the updates between two log lines, summarised, for each pair of lines.
-        mechanism: returns the mechanism of the run.
+        trainer: as for ``PrivateCallback``.
     """
 
-    def __init__(
-        self, windows: Callable[[], Sequence[Window]], mechanism: Callable[[], Mechanism]
-    ) -> None:
-        self._windows, self._mechanism, self._warned = windows, mechanism, False
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._warned = trainer, False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare the later windows of the run with the first."""
-        windows = self._windows() if args.private and not self._warned else []
-        if len(windows) < _ENOUGH:
+        windows = self._trainer.private_run.signal.windows
+        if not args.private or self._warned or len(windows) < _ENOUGH:
             return
-        own = self._mechanism()
+        own = self._trainer.plan.mechanism
         averaged = max(windows[-1].releases, 1) * own.expected_batch_size  # gradients
         sampled = own.max_grad_norm / math.sqrt(averaged)
         for group in ("body", "head", ""):

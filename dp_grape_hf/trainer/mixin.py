@@ -297,9 +297,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
             self.remove_callback(table)
             self.add_callback(PrivacyNotebookProgress())
-        self.add_callback(
-            WarnOfDivergence(lambda: me.private_run.signal.windows, lambda: me.plan.mechanism)
-        )
+        self.add_callback(WarnOfDivergence(me))
 
     @property
     def _clipped_apart(self) -> str | None:
