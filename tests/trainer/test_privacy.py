@@ -262,28 +262,22 @@ def test_no_checkpoint_file_contains_a_secret_generators_state(tmp_path: Path) -
 # ---- What is published ----
 
 PUBLIC_KEYS = {
-    "epoch",
-    "epsilon",
-    "grad_norm",
-    "signal",
-    "noise",
-    "learning_rate",
-    "step",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
+    *("epoch", "epsilon", "grad_norm", "signal", "noise", "learning_rate", "step"),
+    *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
 }
 
 
-def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
-    releases: Any, tmp_path: Path
+def test_logs_and_cards_show_the_spent_epsilon_and_nothing_private(
+    releases: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    tracker = Watch()
+    tracker, settings = Watch(), {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(
-        tmp_path, callbacks=[tracker], save_strategy="steps", save_steps=4, target_epsilon=4.0
+        tmp_path, callbacks=[tracker], target_epsilon=4.0, disable_tqdm=False, **settings
     )
+    assert trainer.privacy_spent().epsilon == 0
     output = trainer.train()
     trainer.save_model()
+    # Nothing that is not private.
     assert math.isnan(output.training_loss), "it is not 0 either"
     assert f"{output.training_loss:.4f} {output.training_loss}" == "withheld withheld"
     assert f"{pickle.loads(pickle.dumps(output)).training_loss}" == "withheld"
@@ -300,22 +294,7 @@ def test_logs_files_and_trackers_hold_nothing_that_is_not_private(
     norms = [logs["grad_norm"] for logs in tracker.logs if "grad_norm" in logs]
     expected = [math.sqrt(sum(v.square().sum() for v in r.values())) for r in releases]
     assert norms == pytest.approx(expected, rel=1e-5)
-
-
-def test_logs_progress_bar_cards_and_ledgers_show_the_spent_epsilon(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    tracker = Watch()
-    trainer = make_trainer(
-        tmp_path,
-        callbacks=[tracker],
-        target_epsilon=4.0,
-        save_strategy="steps",
-        save_steps=2,
-        disable_tqdm=False,
-    )
-    assert trainer.privacy_spent().epsilon == 0
-    trainer.train()
+    # Everywhere the epsilon that is spent.
     epsilons = [logs["epsilon"] for logs in tracker.logs]
     assert epsilons == sorted(epsilons)
     assert len(set(epsilons)) == 4

@@ -115,28 +115,21 @@ def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     )
 
 
-def test_a_loss_function_of_the_user_trains_and_evaluates(tmp_path: Path) -> None:
-    held = points(9, seed=1)
-    trainer = trained_in(tmp_path, compute_loss_func=_smoothed, eval_dataset=held)
-    assert trainer.state.global_step == 4
-    x, labels = (torch.stack([e[name] for e in held.examples]) for name in ("x", "labels"))
-    expected = _smoothed(trainer.model(x), labels).mean()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
-
-
-def test_labels_are_smoothed_for_each_sample_and_in_evaluation(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "loss",
+    [{"compute_loss_func": _smoothed}, {"label_smoothing_factor": 0.1}],
+    ids=["function", "option"],
+)
+def test_another_loss_trains_each_sample_and_evaluates(loss: Any, tmp_path: Path) -> None:
     model, examples = small("bert-classifier")
-    trainer = make_trainer(
-        tmp_path,
-        model=model,
-        train_dataset=examples,
-        eval_dataset=examples_of("bert-classifier", 5, seed=1),
-        label_smoothing_factor=0.1,
-    )
+    held = examples_of("bert-classifier", 5, seed=1)
     batch = only("bert-classifier").batch(5, seed=1)
+    parts = {"model": model, "train_dataset": examples, "eval_dataset": held}
+    trainer = trained_in(tmp_path, **parts, **loss)
+    assert trainer.state.global_step == 4
     with torch.no_grad():
-        found = trainer.private_run.per_sample.losses(batch)
         expected = _smoothed(model.eval()(**batch), batch["labels"])
+        found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
@@ -185,7 +178,9 @@ EVALUATING = {
 }
 
 
-def test_early_stopping_needs_the_word_that_evaluation_data_is_public(tmp_path: Path) -> None:
+def test_choices_by_metrics_need_the_word_that_data_are_public(tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="hyperparameter_search"):
+        make_trainer(tmp_path).hyperparameter_search()
     settings = EVALUATING | {"metric_for_best_model": "loss", "greater_is_better": True}
     with pytest.raises(PrivacyError, match="eval_data_is_public"):
         make_trainer(tmp_path, callbacks=[EarlyStoppingCallback(1)], **settings)
@@ -350,11 +345,6 @@ def test_what_contradicts_a_private_run_is_refused_at_construction(
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, **changes)
-
-
-def test_searching_hyperparameters_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PrivacyError, match="hyperparameter_search"):
-        make_trainer(tmp_path).hyperparameter_search()
 
 
 def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Path) -> None:
