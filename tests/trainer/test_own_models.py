@@ -1,5 +1,6 @@
 """Models of the user's own: any module trains with nothing set but the budget."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.support.models import row
 from tests.support.trainers import Examples, make_trainer, trained_in, weights_of
 
 ROWS, FEATURES, WORDS = 40, 6, 11
+Build = Callable[[], nn.Module]
 
 
 def answer(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
@@ -23,68 +25,63 @@ def answer(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
     return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
-class Table(nn.Module):
+def module(name: str, forward: Callable[..., Any], **layers: nn.Module) -> nn.Module:
+    """Returns a module of a class of that name, with this forward and these layers."""
+    made = type(name, (nn.Module,), {"forward": forward})()
+    for layer, value in layers.items():
+        made.add_module(layer, value)
+    return made
+
+
+def table(labels_needed: bool = False) -> nn.Module:
     """Numbers and categories; the categories have a length that the model insists on."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kinds, self.net = nn.Embedding(WORDS, 4), nn.Linear(FEATURES + 8, 2)
-        self.unused = nn.Linear(3, 3)
+    def forward(self: Any, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
+        if labels_needed and labels is None:
+            raise ValueError("labels must be given")
+        return answer(self.net(torch.cat([x, self.kinds(kind).flatten(1)], 1)), labels)
 
-    def forward(self, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
-        found = torch.cat([x, self.kinds(kind).flatten(1)], 1)
-        return answer(self.net(found), labels)
+    layers = {"kinds": nn.Embedding(WORDS, 4), "net": nn.Linear(FEATURES + 8, 2)}
+    return module("Table", forward, **layers, unused=nn.Linear(3, 3))
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.body = nn.Embedding(WORDS, 16), nn.Linear(16, 16)
-        self.head = nn.Linear(16, 2)
-
-    def forward(self, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+def words() -> nn.Module:
+    def forward(self: Any, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
         mask = mask[..., None].float()
         mean = (self.table(ids) * mask).sum(1) / mask.sum(1)
         return answer(self.head(self.body(mean).relu()), labels)
 
+    layers = {"table": nn.Embedding(WORDS, 16), "body": nn.Linear(16, 16)}
+    return module("Words", forward, **layers, head=nn.Linear(16, 2))
 
-class Recurrent(nn.Module):
+
+def recurrent() -> nn.Module:
     """Reads a text by an LSTM, whose kernel ``vmap`` does not support."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.cells = nn.Embedding(WORDS, 8), nn.LSTM(8, 8, batch_first=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self: Any, ids: Tensor, labels: Tensor | None = None) -> Any:
         return answer(self.head(self.cells(self.table(ids))[0].mean(1)), labels)
 
+    layers = {"table": nn.Embedding(WORDS, 8), "cells": nn.LSTM(8, 8, batch_first=True)}
+    return module("Recurrent", forward, **layers, head=nn.Linear(8, 2))
 
-class Towers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(FEATURES, 5), nn.Linear(FEATURES, 5)
 
-    def forward(self, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Any:
+def towers() -> nn.Module:
+    def forward(self: Any, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Any:
         return {"similarity": cosine_similarity(self.left(a), self.right(b))}
 
+    return module("Towers", forward, left=nn.Linear(FEATURES, 5), right=nn.Linear(FEATURES, 5))
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.hidden = nn.Linear(48, 8), nn.Linear(8, 8)
-        self.last = nn.Linear(8, 2)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+def deep(inverting: bool = False) -> nn.Module:
+    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+        if inverting:
+            square = self.hidden.weight.detach().T @ self.hidden.weight.detach()
+            x = x * torch.linalg.inv(square).trace().tanh()
         hidden = self.first(2 * x.flatten(1) - 1).relu()
         return answer(self.last(self.hidden(hidden).relu()), labels)
 
-
-class Picky(Table):
-    def forward(self, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
-        if labels is None and len(x) > 0:
-            raise ValueError("labels must be given")
-        return super().forward(x, kind, labels)
+    layers = {"first": nn.Linear(48, 8), "hidden": nn.Linear(8, 8), "last": nn.Linear(8, 2)}
+    return module("Deep", forward, **layers)
 
 
 def of_towers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -129,14 +126,14 @@ def trainer_of(folder: Path, model: nn.Module, row: Any, **more: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "row", "loss"),
     [
-        (Table, table_row, None),
-        (Words, words_row, None),
-        (Recurrent, ids_row, None),
-        (Towers, towers_row, of_towers),
+        (table, table_row, None),
+        (words, words_row, None),
+        (recurrent, ids_row, None),
+        (towers, towers_row, of_towers),
     ],
 )
 def test_a_module_trains_with_nothing_set(
-    model: type[nn.Module], row: Any, loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Build, row: Any, loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = trainer_of(tmp_path, model(), row, compute_loss_func=loss)
     before = weights_of(trainer.model)
@@ -147,14 +144,14 @@ def test_a_module_trains_with_nothing_set(
     assert all(weight.isfinite().all() for weight in after.values())
     assert trainer.args.projection == "principal"
     assert trainer.args.engine == ("functorch" if loss is None else "layerwise")
-    assert (trainer.rates.head is None) == (model is Towers)
+    assert (trainer.rates.head is None) == (model is towers)
     notices = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf")]
-    told = {Table: ["unused"], Recurrent: ["one example after another"]}.get(model, [])
+    told = {table: ["unused"], recurrent: ["one example after another"]}.get(model, [])
     assert all(words in notice for words, notice in zip(told, notices, strict=True)), notices
 
 
-@pytest.mark.parametrize(("model", "row"), [(Table, table_row), (Recurrent, ids_row)])
-def test_losses_and_gradients_are_those_of_one_example(model: type[nn.Module], row: Any) -> None:
+@pytest.mark.parametrize(("model", "row"), [(table, table_row), (recurrent, ids_row)])
+def test_losses_and_gradients_are_those_of_one_example(model: Build, row: Any) -> None:
     torch.manual_seed(0)
     made, rows = model(), [row(i) for i in range(3)]
     weights = {n: p for n, p in made.named_parameters() if not n.startswith("unused")}
@@ -175,7 +172,7 @@ def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path:
     for length, first in ((7, 0), (9, 3)):
         torch.manual_seed(0)
         trainer = trainer_of(
-            tmp_path, Words(), lambda i, n=length, k=first: words_row(i + k, n), max_steps=1
+            tmp_path, words(), lambda i, n=length, k=first: words_row(i + k, n), max_steps=1
         )
         trainer._make_ready()
         batches = list(trainer._public_inputs()())
@@ -187,18 +184,16 @@ def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-class Denoiser(nn.Module):
+def denoiser() -> nn.Module:
     """A UNet in small, without linear layers; its forward takes no labels."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Conv2d(1, 4, 3, padding=1, stride=2)
-        self.up = nn.ConvTranspose2d(4, 1, 2, stride=2)
-
-    def forward(self, pixels: Tensor) -> dict[str, Tensor]:
+    def forward(self: Any, pixels: Tensor) -> dict[str, Tensor]:
         noise = torch.randn_like(pixels)
         predicted = self.up(torch.relu(self.down(pixels + noise)))
         return {"loss": (predicted - noise).square().mean()}
+
+    down, up = nn.Conv2d(1, 4, 3, padding=1, stride=2), nn.ConvTranspose2d(4, 1, 2, stride=2)
+    return module("Denoiser", forward, down=down, up=up)
 
 
 def image_row(i: int) -> dict[str, Any]:
@@ -208,31 +203,29 @@ def image_row(i: int) -> dict[str, Any]:
 def test_a_denoiser_that_takes_no_labels_trains(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = trainer_of(tmp_path, Denoiser(), image_row)
+    trainer = trainer_of(tmp_path, denoiser(), image_row)
     trainer.train()
     assert 0 < trainer.privacy_spent().epsilon <= trainer.args.target_epsilon
     assert "has no linear layer" in caplog.text
 
 
-class Predicts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 1)
-
-    def forward(self, pixels: Tensor) -> Tensor:
+def predicts() -> nn.Module:
+    def forward(self: Any, pixels: Tensor) -> Tensor:
         return self.layer(pixels.reshape(-1, 8, 8).mean(1))
+
+    return module("Predicts", forward, layer=nn.Linear(8, 1))
 
 
 @pytest.mark.parametrize(
     ("model", "row", "loss", "message"),
     [
-        (Towers, towers_row, {}, r"no loss.*compute_loss_func=f"),
-        (Predicts, image_row, {}, "loss of Predicts is not known per sample"),
-        (Denoiser, image_row, {"loss": nn.MSELoss()}, "SentenceTransformerTrainer"),
+        (towers, towers_row, {}, r"no loss.*compute_loss_func=f"),
+        (predicts, image_row, {}, "loss of Predicts is not known per sample"),
+        (denoiser, image_row, {"loss": nn.MSELoss()}, "SentenceTransformerTrainer"),
     ],
 )
 def test_a_module_of_unknown_loss_is_refused_with_remedy(
-    model: type[nn.Module], row: Any, loss: dict[str, Any], message: str, tmp_path: Path
+    model: Build, row: Any, loss: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PrivacyError, match=message):
         trainer_of(tmp_path, model(), row, **loss)
@@ -262,7 +255,7 @@ class Remembers(Examples):
 
 
 def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
-    trainer = trainer_of(tmp_path, Words(), words_row)
+    trainer = trainer_of(tmp_path, words(), words_row)
     trainer.train_dataset = Remembers([words_row(i) for i in range(ROWS)])
     trainer._inputs = None
     with pytest.raises(PrivacyError, match="reads"):
@@ -276,36 +269,36 @@ def test_synthetic_tokens_are_in_the_vocabulary_and_masks_are_ones() -> None:
         "mask": Form((7,), integers),
         "labels": Form((), integers),
     }
-    for batch in InputsByForm(Words(), forms, 0)():
+    for batch in InputsByForm(words(), forms, 0)():
         assert batch.keys() == {"ids", "mask"}
         assert int(batch["ids"].max()) == WORDS - 1
         assert (batch["mask"] == 1).all()
     kinds = {"x": Form((FEATURES,), torch.float32), "kind": Form((2,), integers)}
-    assert {batch["kind"].shape[1] for batch in InputsByForm(Table(), kinds, 0)()} == {2}
+    assert {batch["kind"].shape[1] for batch in InputsByForm(table(), kinds, 0)()} == {2}
 
 
 def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
     example = {**table_row(0), "x": torch.zeros(FEATURES, dtype=torch.float64)}
-    trainer = trainer_of(tmp_path, Table().float(), table_row, public_example=table_row(1))
+    trainer = trainer_of(tmp_path, table(), table_row, public_example=table_row(1))
     assert next(iter(trainer._public_inputs()()))["x"].dtype == torch.float32
     with pytest.raises(PrivacyError, match="projection='principal'"):
-        trainer_of(tmp_path, Table(), table_row, public_example=example, projection="principal")
+        trainer_of(tmp_path, table(), table_row, public_example=example, projection="principal")
 
 
 @pytest.mark.parametrize(
     ("model", "row", "more", "projected"),
     [
-        (Table, table_row, {}, []),  # the layer reads numbers beside embeddings
-        (Words, words_row, {}, ["body"]),
-        (Towers, towers_row, {"compute_loss_func": of_towers}, []),
-        (Deep, numbers_row, {}, ["hidden"]),
-        (Deep, pixels_row, {}, ["hidden"]),
-        (Deep, numbers_row, {"public_dataset": [numbers_row(-1)] * 8}, ["first", "hidden"]),
-        (Deep, numbers_row, {"optim_target_modules": ["first", "last"]}, ["first", "last"]),
+        (table, table_row, {}, []),  # the layer reads numbers beside embeddings
+        (words, words_row, {}, ["body"]),
+        (towers, towers_row, {"compute_loss_func": of_towers}, []),
+        (deep, numbers_row, {}, ["hidden"]),
+        (deep, pixels_row, {}, ["hidden"]),
+        (deep, numbers_row, {"public_dataset": [numbers_row(-1)] * 8}, ["first", "hidden"]),
+        (deep, numbers_row, {"optim_target_modules": ["first", "last"]}, ["first", "last"]),
     ],
 )
 def test_heads_and_layers_that_read_numbers_are_not_projected(
-    model: type[nn.Module], row: Any, more: dict[str, Any], projected: list[str], tmp_path: Path
+    model: Build, row: Any, more: dict[str, Any], projected: list[str], tmp_path: Path
 ) -> None:
     trainer = trainer_of(tmp_path, model(), row, projection_rank=2, **more)
     trainer.start()
@@ -313,13 +306,8 @@ def test_heads_and_layers_that_read_numbers_are_not_projected(
 
 
 def test_a_module_that_fails_with_zero_weights_can_be_trained(tmp_path: Path) -> None:
-    class Inverting(Deep):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-            scale = torch.linalg.inv(self.hidden.weight.detach().T @ self.hidden.weight.detach())
-            return super().forward(x * scale.trace().tanh(), labels)
-
     torch.manual_seed(0)
-    trainer = trainer_of(tmp_path, Inverting(), numbers_row, projection_rank=2)
+    trainer = trainer_of(tmp_path, deep(inverting=True), numbers_row, projection_rank=2)
     trainer.train()
     assert "first.weight" in trainer.private_run.ranks
 
@@ -327,7 +315,7 @@ def test_a_module_that_fails_with_zero_weights_can_be_trained(tmp_path: Path) ->
 def test_a_module_that_cannot_be_measured_trains_by_norms(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = trainer_of(tmp_path, Picky(), table_row)
+    trainer = trainer_of(tmp_path, table(labels_needed=True), table_row)
     (notice,) = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf.trainer")]
     assert "labels must be given" in notice
     assert "gaussian" in notice
@@ -360,7 +348,7 @@ def test_class_weights_and_used_folders_are_refused_before_any_choice(
 ) -> None:
     make_trainer(tmp_path / "used", max_steps=1).train()
     used = make_trainer(tmp_path / "used")
-    weighted = trainer_of(tmp_path / "new", Words(), words_row, cls=Weighted)
+    weighted = trainer_of(tmp_path / "new", words(), words_row, cls=Weighted)
     for early in ("_make_ready", "_try_one_example"):
         monkeypatch.setattr(DPGrapeTrainer, early, lambda self: pytest.fail("it chose"))
     with pytest.raises(PrivacyError, match="belongs to another run"):
