@@ -28,7 +28,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from dp_grape_hf.accounting.accountants import DEFAULT, ROUGH
 from dp_grape_hf.accounting.calibration import find_noise_multiplier
-from dp_grape_hf.accounting.releases import Releases
 from dp_grape_hf.errors import PrivacyError
 
 _Numbers = NDArray[np.float64]
@@ -146,8 +145,6 @@ def best_coefficients(bands: int, weights: _Numbers) -> tuple[float, ...]:
 
 def find_bands(
     *,
-    target_epsilon: float,
-    target_delta: float,
     sample_rate: float,
     steps: int,
     schedule: ArrayLike,
@@ -155,8 +152,7 @@ def find_bands(
     period: int | None = None,
     most: int | None = None,
     accountant: str = DEFAULT,
-    earlier: Sequence[Releases] = (),
-    **variant: Any,
+    **budget: Any,
 ) -> Bands:
     """Return the noise within a budget that leaves the least noise in the weights.
 
@@ -169,23 +165,16 @@ def find_bands(
 
     Args:
         most: the largest number of bands; None for 512.
+        **budget: ``target_epsilon``, ``target_delta`` and other arguments of
+            ``find_noise_multiplier``.
 
     Raises:
         PrivacyError: as ``find_noise_multiplier``.
     """
+    budget |= {"sample_rate": sample_rate, "steps": steps}
 
     def sigma(bands: int, by: str, guess: float | None = None) -> float:
-        return find_noise_multiplier(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            sample_rate=sample_rate,
-            steps=steps,
-            accountant=by,
-            earlier=earlier,
-            bands=bands,
-            guess=guess,
-            **variant,
-        )
+        return find_noise_multiplier(**budget, accountant=by, bands=bands, guess=guess)
 
     alone = sigma(1, accountant)
     independent = Bands((1.0,), alone, 1.0)

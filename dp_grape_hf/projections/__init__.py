@@ -49,7 +49,6 @@ from dp_grape_hf.projections.seeds import (
 from dp_grape_hf.projections.targets import (
     MATRIX_LAYERS as MATRIX_LAYERS,
     default_targets as default_targets,
-    feature_dimensions as feature_dimensions,
     input_dimensions as input_dimensions,
     output_embeddings as output_embeddings,
     projection_targets as projection_targets,

@@ -43,24 +43,13 @@ def projection_targets(
     return names
 
 
-def input_dimensions(model: nn.Module) -> dict[str, int]:
+def input_dimensions(model: nn.Module, of_features: bool = False) -> dict[str, int]:
     """Return weight name -> the dimension of the layer's input, if it is not 1.
 
-    ``Conv1D`` stores (in, out), and the input of an embedding is the vocabulary.
+    ``Conv1D`` stores (in, out), and the input of an embedding is the vocabulary. With
+    ``of_features``, an embedding has the dimension of its output instead, which is 1.
     """
-    return _stored_first(model, Conv1D, nn.Embedding)
-
-
-def feature_dimensions(model: nn.Module) -> dict[str, int]:
-    """Return weight name -> the dimension of features, if it is not 1.
-
-    Features are the input of a linear layer, (in, out) in ``Conv1D``, and the output of an
-    embedding.
-    """
-    return _stored_first(model, Conv1D)
-
-
-def _stored_first(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, int]:
+    kinds: tuple[type[nn.Module], ...] = (Conv1D,) if of_features else (Conv1D, nn.Embedding)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     modules: Any = (module for module in model.modules() if isinstance(module, kinds))
     return {names[id(module.weight)]: 0 for module in modules}

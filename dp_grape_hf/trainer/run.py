@@ -58,7 +58,6 @@ from dp_grape_hf.projections import (
     Projector,
     SavedProjection,
     SyntheticInputs,
-    feature_dimensions,
     input_dimensions,
     on_inputs,
     principal_directions,
@@ -492,7 +491,8 @@ def _projections(
     shapes |= {name: tuple(trainable[name].shape) for name in square}
     measure = partial(_principal, args, model, public_inputs, square)
     settings |= {"measure": measure, "square": square}
-    return PrincipalProjection(shapes, input_dims=feature_dimensions(model), **settings)
+    dims = input_dimensions(model, of_features=True)
+    return PrincipalProjection(shapes, input_dims=dims, **settings)
 
 
 def _without_directions(args: DPGrapeArguments, model: nn.Module, inputs: Batches) -> list[str]:

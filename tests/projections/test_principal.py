@@ -12,7 +12,7 @@ from dp_grape_hf.projections import (
     PrincipalProjection,
     Side,
     default_targets,
-    feature_dimensions,
+    input_dimensions,
     principal,
     principal_directions,
     probes,
@@ -137,7 +137,7 @@ def test_transposed_weights_and_embeddings_have_directions_of_their_features() -
         rank=RANK,
         update_steps=None,
         measure=lambda ranks: {name: found[name].directions for name in ranks},
-        input_dims=feature_dimensions(model),
+        input_dims=input_dimensions(model, of_features=True),
     )
     sides = {name: projector.side for name, projector in schedule.at(0).items()}
     assert sides == {names[0]: Side.LEFT, names[1]: Side.RIGHT}
