@@ -98,13 +98,6 @@ def test_the_noise_depends_only_on_its_seed() -> None:
         assert distance(noise(batches), empty) < 1e-6 * joint_norm(empty)
 
 
-def test_an_empty_logical_batch_releases_noise_and_is_recorded() -> None:
-    engine = make_private(Given(a=(20, 10)), noise_multiplier=2.0, max_grad_norm=0.5, seed=1)
-    expected = torch.empty(20, 10).normal_(0, 1.0, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(released(engine, [])["a"], expected)
-    assert engine.ledger.steps == 1
-
-
 @pytest.mark.parametrize("sizes", [[], [4], [1, 1, 2]], ids=str)
 def test_one_logical_batch_is_one_release_in_the_ledger(sizes: list[int]) -> None:
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
@@ -410,6 +403,34 @@ def test_the_default_dtype_does_not_reach_sums_and_noise() -> None:
         torch.set_default_dtype(torch.float32)
     assert private.dtype is torch.float32
     assert not torch.equal(private, private.bfloat16().float())
+
+
+@pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="of newer versions")
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+def test_tf32_set_by_the_user_does_not_change_clipping(precision: str) -> None:
+    """The norm of a gradient that stays two factors is bounded with the rounding of products."""
+    rows, cols = torch.randn(2, 1, 50, 8), torch.randn(2, 1, 50, 6)
+    gradients = [Factored(row, col) for row, col in zip(rows, cols, strict=True)]
+    before = torch.backends.fp32_precision
+    found, products = [], dict[str, str]()
+    for setting in (precision, before):
+        torch.backends.fp32_precision = setting
+        products[setting] = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for setting in (before, precision):
+            torch.backends.fp32_precision = setting
+            engine = make_private(Given(weight=(8, 6)))
+            engine.begin({})
+            for gradient in gradients:
+                engine.accumulate({"weight": gradient})
+            found.append(engine.release()["weight"])
+            assert torch.backends.fp32_precision == setting
+            assert torch.backends.cuda.matmul.fp32_precision == products[setting]
+    finally:
+        torch.backends.fp32_precision = before
+    assert torch.backends.cuda.matmul.fp32_precision == products[before]
+    assert torch.equal(*found)
+    assert found[0].norm() > 0
 
 
 # ---- The noise ----

@@ -121,12 +121,6 @@ def test_noise_alone_is_no_signal_of_a_run(bands: tuple[float, ...]) -> None:
     assert wrong <= 6  # of 60; exceeded by chance: below 0.001
 
 
-def test_without_noise_the_signal_is_the_norm() -> None:
-    signal = Signal()
-    signal.add({"x": torch.tensor([3.0, 4.0])}, 0.0, {})
-    assert signal.take() == {"": (5.0, 0.0)}
-
-
 def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:
     """Of 24 examples in each draw, each clipped to C, the mean is no longer than C."""
     trainer = make_trainer(

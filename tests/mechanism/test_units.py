@@ -191,18 +191,6 @@ def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
     assert sorted(seen) == sorted(MEMBERS)
 
 
-def test_single_examples_keep_their_order() -> None:
-    batches = LogicalBatchCollator(_collate, 3, of_units=True)([[i] for i in range(7)])
-    assert [batch["id"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6]]
-
-
-def test_an_empty_share_has_no_physical_batch() -> None:
-    dataset = EmptyDrawDataset([{"user": 1}], unit_column="user")
-    assert dataset.__getitems__([]) == []
-    batches = LogicalBatchCollator(_collate, 3, of_units=True)([])
-    assert (list(batches), batches.sizes) == ([], ())
-
-
 def test_the_column_stays_behind() -> None:
     rows = [{"user": u, "x": i} for i, u in enumerate("aba")]
     dataset = EmptyDrawDataset(rows, unit_column="user")
