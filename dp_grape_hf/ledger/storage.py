@@ -233,22 +233,20 @@ def hold(path: Path) -> RunLock | None:
         return None
     import fcntl
 
+    descriptor = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        logger.info("%s cannot be locked: %s", path, error)
-        return None
-    try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        os.close(descriptor)
-        raise PrivacyError(
-            f"{path} belongs to a run of another process that still runs. Both runs would count "
-            "only their own releases. Give each run a separate output_dir, or end that process."
-        ) from error
     except OSError as error:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+            if isinstance(error, BlockingIOError | PermissionError):
+                raise PrivacyError(
+                    f"{path} belongs to a run of another process that still runs. Both runs would "
+                    "count only their own releases. Give each run a separate output_dir, or end "
+                    "that process."
+                ) from error
         logger.info("%s cannot be locked: %s", path, error)
         return None
     lock = _HELD[path] = RunLock(descriptor)

@@ -145,18 +145,18 @@ def _companions(examples: Sequence[Any], grid: Grid) -> Iterator[dict[str, Any]]
     """Yield the first example with longer sequences: first with longer labels, then without."""
     if not all(isinstance(example, Mapping) for example in examples):
         return
-    longest: dict[str, int] = {}
-    for example in examples:
-        for name, length in _lengths(example).items():
-            longest[name] = max(length, longest.get(name, 0))
-    targets = {name: grid(length) for name, length in longest.items()}
-    first = dict(examples[0])
-    lengths = _lengths(first)
-    longer = {n: t for n, t in targets.items() if n in lengths and t > lengths[n]}
-    tokens, unlabelled = _token_lengths(first), [name for name in longer if not _is_label(name)]
-    for names in dict.fromkeys((frozenset(longer), frozenset(unlabelled))):
+    each = [_sequences(example) for example in examples]
+    targets = {
+        name: grid(max(found[name].length for found in each if name in found)) for name in each[0]
+    }
+    longer = frozenset(name for name, target in targets.items() if target > each[0][name].length)
+    unlabelled = frozenset(name for name in longer if not _is_label(name))
+    for names in dict.fromkeys((longer, unlabelled)):
         if names:
-            yield {n: _longer(v, longer[n], tokens) if n in names else v for n, v in first.items()}
+            yield {
+                n: _longer(v, targets[n], each[0][n].has_options) if n in names else v
+                for n, v in examples[0].items()
+            }
 
 
 def _is_label(name: str) -> bool:
@@ -187,36 +187,31 @@ def _depth(value: Any) -> int:
     return 1 + _depth(value[0]) if isinstance(value, list | tuple) and value else 0
 
 
-def _token_lengths(example: Mapping[str, Any]) -> set[int]:
-    """Return the lengths of an example's one-dimensional sequences."""
-    return {
-        len(value)
-        for name, value in example.items()
-        if _is_sequence(name, value) and _depth(value) == 1
-    }
+class _Sequence(NamedTuple):
+    length: int  # of the longest of several options
+    has_options: bool
 
 
-def _lengths(example: Mapping[str, Any]) -> dict[str, int]:
-    """Return the lengths of an example's sequences, by name; the longest of several options."""
-    tokens = _token_lengths(example)
-    lengths = {}
-    for name, value in example.items():
-        if not _is_sequence(name, value) or _number(value) is None:
-            continue
-        depth = _depth(value)
-        if depth == 1 or (depth == 2 and len(value) in tokens):  # tokens, or a box for each token
-            lengths[name] = len(value)
-        elif depth == 2:  # the options of a question
-            lengths[name] = max(map(len, value))
-    return {name: length for name, length in lengths.items() if length}
+def _sequences(example: Mapping[str, Any]) -> dict[str, _Sequence]:
+    """Return the sequences of an example by name, without empty ones."""
+    values = {name: value for name, value in example.items() if _is_sequence(name, value)}
+    tokens = {len(value) for value in values.values() if _depth(value) == 1}
+    found = {}
+    for name, value in values.items():
+        # Otherwise there is a number for each token, or a box.
+        has_options = _depth(value) == 2 and len(value) not in tokens
+        if _depth(value) in (1, 2) and _number(value) is not None:
+            length = max(map(len, value)) if has_options else len(value)
+            found[name] = _Sequence(length, has_options)
+    return {name: sequence for name, sequence in found.items() if sequence.length}
 
 
-def _longer(value: Any, length: int, tokens: set[int]) -> Any:
+def _longer(value: Any, length: int, has_options: bool) -> Any:
     """Repeat a sequence, or each of several options, up to a length."""
-    if _depth(value) == 2 and len(value) not in tokens:
+    if has_options:
         if isinstance(value, Tensor | np.ndarray):
             return value[:, np.arange(length) % value.shape[1]]
-        return [_longer(part, length, tokens) if len(part) else part for part in value]
+        return [_longer(part, length, False) if len(part) else part for part in value]
     if isinstance(value, Tensor | np.ndarray):
         return value[np.arange(length) % len(value)]
     return (list(value) * (-(-length // len(value))))[:length]

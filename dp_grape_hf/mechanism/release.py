@@ -90,10 +90,8 @@ class PrivateMechanism:
     ) -> None:
         facts = ledger.mechanism
         self.per_sample = per_sample
-        self._automatic, self._clipped_apart = (
-            facts.clipping == Clipping.AUTOMATIC,
-            facts.clipped_apart,
-        )
+        self._automatic = facts.clipping == Clipping.AUTOMATIC
+        self._clipped_apart = facts.clipped_apart
         self.max_grad_norm = facts.max_grad_norm
         self.noise_multiplier = facts.noise_multiplier
         self.expected_batch_size = facts.expected_batch_size
@@ -107,13 +105,8 @@ class PrivateMechanism:
         self._distributed = distributed
         self._clipped_sum: dict[str, Tensor] | None = None
         self._flat: Tensor | None = None  # (D,), the vector that most sums are views of
-        factor_of, clipped_apart = self.gradient_factors, self._clipped_apart
-        self._runs = Runs(
-            lambda name: (
-                factor_of.get(name, 1.0),
-                clipped_apart and name.startswith(f"{clipped_apart}."),
-            )
-        )
+        factor_of, prefix = self.gradient_factors, f"{facts.clipped_apart}."
+        self._runs = Runs(lambda name: (factor_of.get(name, 1.0), name.startswith(prefix)))
         self._state = StateGuard(model=per_sample.model, loss=per_sample.loss)
         self._before: Any = None  # state of model and loss when the logical batch began
         self._unchanged_once = False  # whether a step left the contents of all tensors unchanged

@@ -476,7 +476,7 @@ def _stretched_to_the_longest(patch: pytest.MonkeyPatch) -> None:
     original = LogicalBatchCollator.__call__
 
     def collate(self: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
-        lengths = [n for x in examples for n in collation._lengths(x).values()]
+        lengths = [s.length for x in examples for s in collation._sequences(x).values()]
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(collation.Grid, "__call__", lambda *_: max(lengths))
             return original(self, examples)
