@@ -210,7 +210,10 @@ class EpsilonCurve:
         earlier: Sequence[Releases] = (),
     ) -> None:
         _check_delta("delta", delta)
-        self.accountant = _accountant_of(accountant)
+        # Older ledgers may name the accountant ``least``, which is gone.
+        self.accountant = DEFAULT if accountant == "least" else accountant
+        if self.accountant not in ACCOUNTANTS:
+            raise PrivacyError(f"{accountant=} is unknown. Choose one of {[*ACCOUNTANTS]}.")
         self._releases, self._delta, self._earlier = releases, delta, list(earlier)
         self._built: Accountant | None = None
         self._answers: dict[tuple[int, ...], float] = {}
@@ -347,11 +350,3 @@ def _check_delta(name: str, delta: float) -> None:
             f"{name}={delta!r} must lie strictly between 0 and 1. Choose one far below "
             "1 / num_samples, for example 1e-5."
         )
-
-
-def _accountant_of(accountant: str) -> str:
-    """Return the name of an accountant; ``DEFAULT`` for ``least``, the default of older ledgers."""
-    name = DEFAULT if accountant == "least" else accountant
-    if name not in ACCOUNTANTS:
-        raise PrivacyError(f"{accountant=} is unknown. Choose one of {[*ACCOUNTANTS]}.")
-    return name

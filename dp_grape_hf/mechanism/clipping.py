@@ -87,13 +87,16 @@ def add_clipped_sum_(
 
     Sensitivity:
         The contribution of one sample, times f, has an L2 norm of at most C over all parameters
-        jointly. A sample with a norm that is not finite adds nothing.
+        jointly. A sample with a norm that is not finite adds nothing, also if only the norm over
+        one part is not finite.
     """
     parts = in_parts(per_sample_grads, clipped_apart)
     norms = {part: norms_of(some, gradient_factors) for part, some in parts.items()}
-    factors = factors_of_parts(norms, max_grad_norm, automatic, clipped_apart)
+    lost = ~torch.stack([some.isfinite() for some in norms.values()]).all(0)
+    bound = bound_of_part(max_grad_norm, clipped_apart)
     for part, gradients in parts.items():
-        add_weighted_sum_(total, gradients, factors[part])
+        factors = clip_factors(norms[part].masked_fill(lost, math.inf), bound, automatic)
+        add_weighted_sum_(total, gradients, factors)
 
 
 def norms_of(
@@ -145,27 +148,6 @@ class Factors:
 def bound_of_part(max_grad_norm: float, clipped_apart: str | None) -> float:
     """Return the clipping norm of each part: C, or C / sqrt(2) with a ``clipped_apart`` module."""
     return max_grad_norm if clipped_apart is None else max_grad_norm * math.sqrt(0.5)
-
-
-def factors_of_parts(
-    norms: dict[bool, Tensor], max_grad_norm: float, automatic: bool, clipped_apart: str | None
-) -> dict[bool, Factors]:
-    """Return the clipping factors of each part, so that both together have a norm of at most C.
-
-    A sample with a norm that is not finite in one part is left out of both.
-
-    Args:
-        norms: part -> norms (B,). True is the module that is clipped separately, False the rest.
-        max_grad_norm: C.
-        automatic: as in ``add_clipped_sum_``.
-        clipped_apart: as in ``add_clipped_sum_``.
-    """
-    bound = bound_of_part(max_grad_norm, clipped_apart)
-    lost = ~torch.stack([some.isfinite() for some in norms.values()]).all(0)
-    return {
-        part: clip_factors(some.masked_fill(lost, math.inf), bound, automatic)
-        for part, some in norms.items()
-    }
 
 
 def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
