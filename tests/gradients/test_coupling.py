@@ -42,11 +42,33 @@ def scales_by_the_batch(m: nn.Module, hidden: Tensor) -> Tensor:
     return hidden / hidden.detach().abs().max()
 
 
-@pytest.mark.parametrize("between", [mixes_in_training, scales_by_the_batch])
-def test_mixing_in_training_or_without_a_gradient_is_refused(between: Any) -> None:
+def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
+    """What ``num_items_in_batch`` does: each sample's sum, divided by a count over the batch."""
+    return outputs.flatten(1).sum(1) / outputs.numel()
+
+
+def centred(outputs: Any, labels: Tensor | None) -> Tensor:
+    """Zero for copies of one sample, however many."""
+    return (outputs - outputs.mean(0)).flatten(1).square().sum(1)
+
+
+def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
+    """The same for copies of one sample, however many."""
+    return outputs.flatten(1).square().sum(1) + outputs.roll(1, 0).flatten(1).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss"),
+    [
+        *((small(between), squares) for between in (mixes_in_training, scales_by_the_batch)),
+        *((small(), loss) for loss in (token_mean, centred, neighbours)),
+    ],
+)
+def test_a_model_or_a_loss_that_mixes_samples_is_refused(model: nn.Module, loss: Any) -> None:
+    """In training mode, and without a gradient of what is mixed, as well."""
     inputs = {"x": torch.randn(1, 4) * torch.tensor([1.0, 50.0, 1.0, 1.0])[:, None]}
     with pytest.raises(PrivacyError, match="couples samples"):
-        per_sample_gradients(small(between).train(), inputs, loss=squares)
+        per_sample_gradients(model.train(), inputs, loss=loss)
 
 
 @pytest.mark.parametrize("extra", [0.5, [1, 2], {"a": torch.ones(4)}], ids=str)

@@ -12,9 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf import UnsupportedModelError, per_sample_gradients
-from dp_grape_hf.gradients import Dense, flat, make_engine
+from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.gradients.definition import vmap_safe
-from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from tests.gradients.functions import Function, mean_output
 from tests.models.matrix import dense, projectors_for
 from tests.support.models import VOCABULARY, Batch, only
@@ -34,23 +33,6 @@ def positions(batch_size: int = 4) -> Batch:
 
 
 check = partial(assert_exact, engine="functorch")
-
-
-def test_gradients_come_in_the_forms_that_cost_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flat, "MOST", 0)  # in no matrix of all gradients
-    gradients = check(only("roberta-classifier").model(), only("roberta-classifier").batch(4))
-    forms = {
-        "roberta.embeddings.word_embeddings.weight": SparseRows,
-        "roberta.encoder.layer.0.attention.self.query.weight": Factored,
-        "classifier.dense.weight": Factored,
-        "classifier.dense.bias": Dense,
-        "roberta.encoder.layer.0.output.LayerNorm.weight": Dense,
-    }
-    assert {name: type(gradients[name]) for name in forms} == forms
-    tied = check(only("opt").model(), only("opt").batch(4))
-    name = next(n for n in tied if n.endswith("embed_tokens.weight"))
-    assert isinstance(tied[name], GradientSum)
-    assert {type(part) for part in tied[name].parts} == {SparseRows, Factored}
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

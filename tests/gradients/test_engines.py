@@ -83,11 +83,19 @@ def test_a_layer_that_mixes_samples_is_refused_with_its_path(
 
 
 @each_engine
-def test_a_loss_must_have_one_number_per_sample(engine: str) -> None:
-    losses: list[Any] = [lambda outputs, _: outputs.mean(), lambda outputs, _: 0.5]
-    for loss in losses:
-        with pytest.raises(PrivacyError, match=r"The loss is a .*one loss per sample"):
-            per_sample_gradients(toy(), {"input": torch.randn(3, 6)}, engine=engine, loss=loss)
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [
+        (lambda outputs: outputs.mean(), "0-dimensional tensor"),
+        (lambda outputs: outputs[:, :1], "2-dimensional tensor"),
+        (lambda outputs: outputs.flatten(), "tensor of another length"),
+        (lambda outputs: 0.5, "float"),
+    ],
+)
+def test_a_loss_must_have_one_number_per_sample(engine: str, loss: Any, kind: str) -> None:
+    inputs = {"input": torch.randn(3, 6)}
+    with pytest.raises(PrivacyError, match=f"The loss is a {kind}.*one loss per sample"):
+        per_sample_gradients(toy(), inputs, engine=engine, loss=lambda outputs, _: loss(outputs))
 
 
 @each_engine

@@ -19,7 +19,7 @@ from dp_grape_hf.gradients import (
     flat as layouts,
     make_engine,
 )
-from dp_grape_hf.gradients.forms import GradientSum, SparseRows
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.mechanism import clipping
 from dp_grape_hf.projections import Projector, Side
 from tests.models.matrix import projectors_for
@@ -126,8 +126,10 @@ def test_gradients_have_the_form_of_their_mode(
         assert all(kinds == {Dense} for kinds in found.values())
         assert not any(isinstance(gradient, GradientSum) for gradient in gradients.values())
     else:
-        table = found["table.weight" if name == "stack" else "0.table"]
-        assert SparseRows in table or GradientSum in table
+        expected = {"table.weight": {SparseRows, Factored}, "first.weight": {Factored}}
+        expected |= {"norm.bias": {Dense}}
+        expected = expected if name == "stack" else {"0.table": {SparseRows}}
+        assert {name: found[name] for name in expected} == expected
 
 
 def test_an_unknown_mode_is_refused_with_the_modes() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
+from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import Dense, flat, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
@@ -273,27 +273,6 @@ def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what: str, na
     for name in names.split(", "):
         model.get_parameter(name).requires_grad_(False)
     check(model, tokens(3))
-
-
-def token_mean(outputs: Any, labels: Tensor | None) -> Tensor:
-    """What ``num_items_in_batch`` does: each sample's sum, divided by a count over the batch."""
-    return outputs.flatten(1).sum(1) / outputs.numel()
-
-
-def centred(outputs: Any, labels: Tensor | None) -> Tensor:
-    """Zero for copies of one sample, however many."""
-    return (outputs - outputs.mean(0)).flatten(1).square().sum(1)
-
-
-def neighbours(outputs: Any, labels: Tensor | None) -> Tensor:
-    """The same for copies of one sample, however many."""
-    return outputs.flatten(1).square().sum(1) + outputs.roll(1, 0).flatten(1).sum(1)
-
-
-@pytest.mark.parametrize("loss", [token_mean, centred, neighbours])
-def test_a_loss_that_couples_samples_is_refused(loss: Any) -> None:
-    with pytest.raises(PrivacyError, match=r"couples samples"):
-        per_sample_gradients(flattening(), tokens(4), loss=loss)
 
 
 def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:

@@ -25,10 +25,8 @@ from tests.gradients.functions import (
     squares,
 )
 from tests.support.mechanism import make_private
-from tests.support.models import only
 from tests.support.trainers import (
     assert_refused,
-    examples_of,
     make_trainer,
 )
 
@@ -178,6 +176,16 @@ def drops_the_batch(hidden: Tensor) -> Tensor:
     return hidden * noise.div_(0.9)
 
 
+def turns(toss: Callable[[int], Any]) -> Toss:
+    """Changes the signs of samples by one coin or by as many, so that no gradient's norm tells."""
+
+    def turn(hidden: Tensor) -> Tensor:
+        signs = 1 - 2 * torch.as_tensor(toss(len(hidden))).float()
+        return hidden * (signs[:, None] if signs.dim() else signs)
+
+    return turn
+
+
 SHARED: dict[str, Toss] = {
     "layer drop": drops_layers,
     "layer drop, recomputed": recomputed(drops_layers),
@@ -187,6 +195,12 @@ SHARED: dict[str, Toss] = {
     "one scale": lambda hidden: hidden * torch.empty(1).uniform_(0.9, 1.1),
     "a permutation": lambda hidden: hidden[:, torch.randperm(6)],
     "an angle": lambda hidden: hidden + torch.randint(2, ()),
+    "rarely, a number": turns(lambda _: torch.randint(1000, ()) == 7),
+    "rarely, a size": turns(lambda _: torch.randn(()).abs() > 4),
+    "rarely, a time": turns(lambda _: torch.empty(1).exponential_()[0] > 9),
+    "rarely, an order": turns(lambda _: (torch.randperm(7) == torch.arange(7)).all()),
+    "rarely, a biased coin": turns(lambda _: torch.full((), 1e-4).bernoulli()),
+    "rarely, a small number": turns(lambda _: torch.rand(()) < 1e-4),
 }
 
 
@@ -194,16 +208,6 @@ SHARED: dict[str, Toss] = {
 def test_a_coin_that_a_batch_shares_is_refused(name: str, zero: bool) -> None:
     with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
         gradients(SHARED[name], zero=zero)
-
-
-def turns(toss: Callable[[int], Any]) -> Toss:
-    """Changes the signs of samples by one coin or by as many, so that no gradient's norm tells."""
-
-    def turn(hidden: Tensor) -> Tensor:
-        signs = 1 - 2 * torch.as_tensor(toss(len(hidden))).float()
-        return hidden * (signs[:, None] if signs.dim() else signs)
-
-    return turn
 
 
 def antithetic(count: int) -> Tensor:
@@ -252,23 +256,6 @@ SIGNS: dict[str, Toss] = {
 def test_coins_that_others_use_are_refused(name: str, zero: bool) -> None:
     with pytest.raises(PrivacyError, match=r"of a physical batch|couples"):
         gradients(SIGNS[name], zero=zero)
-
-
-RARE: dict[str, Callable[[], Tensor]] = {
-    "a number": lambda: torch.randint(1000, ()) == 7,
-    "a size": lambda: torch.randn(()).abs() > 4,
-    "a time": lambda: torch.empty(1).exponential_()[0] > 9,
-    "an order": lambda: (torch.randperm(7) == torch.arange(7)).all(),
-    "a biased coin": lambda: torch.full((), 1e-4).bernoulli(),
-    "a small number": lambda: torch.rand(()) < 1e-4,
-}
-
-
-@pytest.mark.parametrize("name", RARE)
-def test_a_shared_coin_that_falls_rarely_is_refused(name: str) -> None:
-    toss = RARE[name]
-    with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
-        gradients(turns(lambda _: toss()))
 
 
 @pytest.mark.parametrize("name", ["score", "classifier", "qa_outputs", *map(str, range(100))])
@@ -393,14 +380,6 @@ def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: boo
         assert weight._version == version
         assert torch.equal(weight, values)
         assert torch.equal(weight.signbit(), values.signbit())
-
-
-def test_layer_drop_is_refused_before_the_first_release(tmp_path: Path) -> None:
-    """Also where its configuration does not tell."""
-    model = only("opt").model(layerdrop=0.2)
-    model.config.layerdrop = 0.0
-    trainer = make_trainer(tmp_path, model=model, train_dataset=examples_of("opt"))
-    assert_refused(trainer, "once for all samples")
 
 
 # ---- Streams beside torch's, and seeds ----

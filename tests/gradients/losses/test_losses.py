@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import PerSampleEngine, loss_for
 from dp_grape_hf.gradients.losses.heads import HEADS, UNKNOWN_LOSSES
-from dp_grape_hf.gradients.losses.losses import LabelledPositions, checked, split
+from dp_grape_hf.gradients.losses.losses import LabelledPositions, split
 from tests.models.zoo import WIDE, rows
 from tests.support.models import LABELS, ROWS, VOCABULARY, Batch, Row, only, row
 
@@ -281,15 +281,6 @@ def test_labels_for_other_positions_than_the_models_are_refused(shape: tuple[int
     with pytest.raises(PrivacyError) as error:
         loss_for(model)({"logits": torch.zeros(B, 9, VOCABULARY)}, torch.zeros(shape).long())
     assert f"The {len(shape)}-dimensional labels are not one per position" in str(error.value)
-
-
-@pytest.mark.parametrize("shape", [(), (3, 1), (4,)])
-def test_a_loss_without_one_value_per_sample_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(PrivacyError) as error:
-        checked(torch.zeros(shape), 3)
-    kind = "tensor of another length" if len(shape) == 1 else f"{len(shape)}-dimensional tensor"
-    assert f"The loss is a {kind}, but clipping needs one loss per sample" in str(error.value)
-    assert torch.equal(checked(torch.zeros(3), 3), torch.zeros(3))
 
 
 def test_missing_labels_are_refused_by_their_names() -> None:
