@@ -29,12 +29,11 @@ from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import flat
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.projections import principal_directions, projection_targets, synthetic_batches
-from dp_grape_hf.publishing import MISMATCH, verify
 from recipes.paper import roberta
 from recipes.paper.experiment import main, parse
 from recipes.paper.roberta_prompts import TASKS, label_words, prompt, read_at_mask, read_the_mean
 from tests.models.matrix import projectors_for
-from tests.support.experiments import killed
+from tests.support.experiments import resumed
 from tests.support.marks import slow_but
 from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 from tests.support.questions import byte_level
@@ -342,27 +341,16 @@ def words_of(folder: Path, data: Path, *others: str) -> list[str]:
     return [*options, "--use_cpu", "--disable_tqdm=True", "--dataloader_pin_memory=False", *others]
 
 
-def folder_of_run(data: Path) -> Path:
-    """The folder of the only run, below the one that runs share."""
-    (folder,) = (data / "run").iterdir()
-    return folder
-
-
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_leaves_a_plain_model(folder: Path, data: Path) -> None:
     """By the same command; a masked language model reads the prompts as the trained one does."""
     others = ["--config=reference_code", "--max_steps=60", "--projection_rank=4", "--save_model"]
     words = words_of(folder, data, *others, "--learning_rate=1e-2")
-    step = killed("roberta", words, data / "run")
-    assert 0 < step < 60
-    result = main(roberta.FAMILY, words)
+    _, result, path = resumed(roberta.FAMILY, words, data / "run")
     assert result["splits"] == {"train": 16, "dev": 16, "test": 11}
     assert result["privacy"]["sample_rate"] == 8 / 16
-    assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
     assert result["privacy"]["epsilon"] <= 6.0
     assert "The run was stopped" in result["notes"][-1]
-    path = folder_of_run(data)
-    assert MISMATCH not in {check.status for check in verify(path)}
     before, saved = map(AutoModelForMaskedLM.from_pretrained, (folder, path))
     assert saved.lm_head.decoder.weight is saved.roberta.embeddings.word_embeddings.weight
     moved = [not torch.equal(p, before.get_parameter(name)) for name, p in saved.named_parameters()]
@@ -433,7 +421,7 @@ def test_an_encoder_like_bert_trains_with_a_new_head(
     result = main(roberta.FAMILY, words_of(path, data, *others, *saving))
     assert result["privacy"]["steps"] == 2
     if method == "dp_grape":
-        saved = folder_of_run(data) / "checkpoint-2"
+        (saved,) = (data / "run").glob("*/checkpoint-2")
         model = AutoModelForSequenceClassification.from_pretrained(saved)
         assert head != "classification" or model.config.id2label == {0: "negative", 1: "positive"}
 

@@ -1,4 +1,4 @@
-"""Results of experiments as ``recipes.paper.experiment`` writes them, and runs that are killed."""
+"""Results of experiments as ``recipes.paper.experiment`` writes them, and runs that resume."""
 
 import subprocess
 import sys
@@ -6,6 +6,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from dp_grape_hf.publishing import MISMATCH, verify
+from recipes.paper.experiment import Family, main
 
 SETTINGS = {"seed": 13, "max_grad_norm": 0.5, "learning_rate": 1e-4}
 
@@ -25,8 +28,8 @@ def rows(text: str, start: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def killed(family: str, words: Sequence[str], folder: Path) -> int:
-    """Kill the command of a run (SIGKILL) while it saves its second checkpoint, or right after.
+def resumed(family: Family, words: Sequence[str], folder: Path) -> tuple[int, dict[str, Any], Path]:
+    """Run a command of 60 steps again that was killed (SIGKILL) near its second checkpoint.
 
     Args:
         family: of the recipe.
@@ -34,20 +37,25 @@ def killed(family: str, words: Sequence[str], folder: Path) -> int:
         folder: its ``--output_dir``, in which it is the only run.
 
     Returns:
-        The step of the earliest checkpoint that is there.
+        The step of its earliest checkpoint, its result, and the folder of what it saved.
     """
-    command = [sys.executable, "-m", f"recipes.paper.{family}", *words]
+
+    def checkpoints() -> set[int]:
+        found = folder.glob("*/checkpoint-*/trainer_state.json")
+        return {int(path.parent.name.rpartition("-")[2]) for path in found}
+
+    command = [sys.executable, "-m", f"recipes.paper.{family.name}", *words]
     steps: set[int] = set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         while len(steps) < 2:
             assert run.poll() is None, run.stdout.read().decode()  # type: ignore[union-attr]
             time.sleep(0.01)
-            steps |= checkpoints(folder)
+            steps |= checkpoints()
         run.kill()
-    return min(checkpoints(folder))
-
-
-def checkpoints(folder: Path) -> set[int]:
-    """The steps of a run's checkpoints, whole or not."""
-    found = folder.glob("*/checkpoint-*/trainer_state.json")
-    return {int(path.parent.name.rpartition("-")[2]) for path in found}
+    step = min(checkpoints())
+    assert 0 < step < 60
+    result = main(family, words)
+    assert 60 - 6 < result["privacy"]["steps"] <= 60  # those after the checkpoint stay spent
+    (saved,) = folder.iterdir()
+    assert MISMATCH not in {check.status for check in verify(saved)}
+    return step, result, saved
