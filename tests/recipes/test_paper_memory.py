@@ -22,19 +22,9 @@ from dp_grape_hf.memory import (
 )
 from recipes.gpu_report.models import MODELS
 from recipes.paper import memory, memory_curves
-from recipes.paper.memory import (
-    FORMULAS,
-    Compared,
-    as_text,
-    compare,
-    every_method,
-    formulas_of,
-    simulated_of,
-    sizes_of,
-)
 from recipes.paper.methods import METHODS
 from tests.support.models import only
-from tests.support.trainers import examples_of, make_trainer
+from tests.support.trainers import examples_of, trained_in
 
 BLOCK = 512  # bytes that a tensor is rounded up to
 SIZE, LENGTH = 4, 12
@@ -59,7 +49,7 @@ def test_the_formulas_are_those_of_the_papers_table() -> None:
     full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
     sizes = {"B": 5, "sum m n": full, "r sum n": coordinates, "r sum m": 2 * 6 + 2 * 4}
     sizes["r max m"] = 2 * 6
-    values = {method: tuple(formulas_of(method, sizes).values()) for method in FORMULAS}
+    values = {m: tuple(memory.formulas_of(m, sizes).values()) for m in memory.FORMULAS}
     assert values == {
         "adam": (4 * full, 8 * full, 0),
         "galore": (4 * full, 8 * coordinates, 4 * (2 * 6 + 2 * 4)),
@@ -74,20 +64,20 @@ def test_a_model_is_projected_as_the_trainer_projects_it(model: ModelOfConfig) -
     # Four attention matrices, two of the feed-forward, and the dense layer of the head.
     square, wide = 5 * 32 * 32, 2 * 32 * 64
     kept = numbers - square - wide + 8 * (5 * 32 + 2 * 64)
-    assert [*sizes_of(model, SETTING).values()] == [SIZE, numbers, kept, 8 * 7 * 32, 8 * 32]
+    assert [*memory.sizes_of(model, SETTING).values()] == [SIZE, numbers, kept, 8 * 7 * 32, 8 * 32]
 
 
 # ---- Every method ----
 
 
 @pytest.fixture(scope="module")
-def rows(model: ModelOfConfig) -> list[Compared]:
-    found = every_method(SETTING)
-    compare(model, found)
+def rows(model: ModelOfConfig) -> list[memory.Compared]:
+    found = memory.every_method(SETTING)
+    memory.compare(model, found)
     return found
 
 
-def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
+def one(rows: list[memory.Compared], method: str, mode: str = "auto") -> Any:
     (found,) = (
         row for row in rows if (row.setting.method, row.setting.grad_sample_mode) == (method, mode)
     )
@@ -95,7 +85,7 @@ def one(rows: list[Compared], method: str, mode: str = "auto") -> Any:
 
 
 @pytest.mark.slow
-def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
+def test_every_row_of_the_table_is_simulated(rows: list[memory.Compared]) -> None:
     assert {row.setting.method for row in rows} == {ADAMW, *METHODS}
     assert [row.refused for row in rows] == [""] * len(rows)
     assert all(row.footprint is not None for row in rows)
@@ -107,10 +97,10 @@ def test_every_row_of_the_table_is_simulated(rows: list[Compared]) -> None:
 
 @pytest.mark.slow
 def test_what_is_simulated_is_what_the_formulas_say(
-    rows: list[Compared], model: ModelOfConfig
+    rows: list[memory.Compared], model: ModelOfConfig
 ) -> None:
     tensors = 200  # of weights, moments and step counts together, each up to a block larger
-    sizes = sizes_of(model, SETTING)
+    sizes = memory.sizes_of(model, SETTING)
     compared_with = {
         "adam": one(rows, ADAMW),
         "galore": one(rows, "galore"),
@@ -119,26 +109,26 @@ def test_what_is_simulated_is_what_the_formulas_say(
         "dp_grape": one(rows, "dp_grape"),
     }
     for method, row in compared_with.items():
-        said, found = formulas_of(method, sizes), simulated_of(row.footprint)
+        said, found = memory.formulas_of(method, sizes), memory.simulated_of(row.footprint)
         assert 0 <= found["optimizer"] - said["optimizer"] <= BLOCK * tensors, method
         if method != "dp_grape":  # which keeps P of all layers, and the formula one at a time
             assert 0 <= found["projectors"] - said["projectors"] <= BLOCK * tensors, method
     assert one(rows, "dp_grape").footprint.at_end[PROJECTIONS] == 4 * sizes["r sum m"]
-    plain, said = one(rows, ADAMW).footprint, formulas_of("adam", sizes)
+    plain, said = one(rows, ADAMW).footprint, memory.formulas_of("adam", sizes)
     assert 0 <= plain.gradients - said["gradients"] <= BLOCK * tensors
     # Gradients per sample, and at the same time a part of their sum.
     dense = one(rows, "dp_adam", "materialise").footprint.gradients
-    said = formulas_of("dp_adam", sizes)
+    said = memory.formulas_of("dp_adam", sizes)
     assert said["gradients"] <= dense <= said["gradients"] * (1 + 1 / SIZE) + BLOCK * tensors
 
 
 @pytest.mark.slow
 def test_an_unsupported_combination_is_refused_in_its_row(model: ModelOfConfig) -> None:
     setting = Setting(batch_size=SIZE, dtype=torch.bfloat16)
-    found = every_method(setting)
+    found = memory.every_method(setting)
     refused, possible = few = [one(found, "dpzero"), one(found, "dp_sgd")]
-    compare(model, few)
-    text = as_text(few, sizes_of(model, setting))
+    memory.compare(model, few)
+    text = memory.as_text(few, memory.sizes_of(model, setting))
     assert "Load the model in float32" in refused.refused
     assert possible.refused == ""
     assert f"\nDPZero: {refused.refused}\n" in text
@@ -153,15 +143,12 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
     case = only("roberta-classifier")
     setting = Setting(method, 4, rank=2)
     simulated = simulate(lambda dtype: case.model(), case.batch, setting)
-    trainer = make_trainer(
+    trainer = trained_in(
         tmp_path,
         model=prepared(case.model(), setting),
         train_dataset=examples_of("roberta-classifier"),
-        method=method,
-        max_steps=1,
-        per_device_train_batch_size=4,
+        **{"method": method, "max_steps": 1, "per_device_train_batch_size": 4},
     )
-    trainer.train()
     optimizer, run = trainer.optimizer.optimizer, trainer.private_run
     kept = [x for s in optimizer.state.values() for x in s.values() if isinstance(x, Tensor)]
     storages = {s.data_ptr(): s for s in (x.untyped_storage() for x in kept)}  # moments share one
@@ -182,8 +169,10 @@ def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
 
 
 @pytest.mark.slow
-def test_the_tables_have_a_line_for_each_method(rows: list[Compared], model: ModelOfConfig) -> None:
-    text = as_text(rows, sizes_of(model, SETTING))
+def test_the_tables_have_a_line_for_each_method(
+    rows: list[memory.Compared], model: ModelOfConfig
+) -> None:
+    text = memory.as_text(rows, memory.sizes_of(model, SETTING))
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     for row in rows:
@@ -192,18 +181,14 @@ def test_the_tables_have_a_line_for_each_method(rows: list[Compared], model: Mod
     assert "B * r sum n" in text
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> str:
-    CONFIG.save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 @pytest.mark.slow
 def test_the_command_names_the_model_and_its_batch(
-    config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(memory, "every_method", lambda setting: every_method(setting)[:1])
-    memory.main(f"--model_name_or_path {config} --batch_size 4 --seq_len 8".split())
+    CONFIG.save_pretrained(tmp_path)
+    one = memory.every_method(SETTING)[:1]
+    monkeypatch.setattr(memory, "every_method", lambda setting: one)
+    memory.main(f"--model_name_or_path {tmp_path} --batch_size 4 --seq_len 8".split())
     text = capsys.readouterr().out
     assert "\nbatch 4, 8 tokens" in text
     assert "\nAdamW  " in text
