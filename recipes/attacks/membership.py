@@ -86,15 +86,9 @@ def train(examples: list[Example], seed: int, **options: Any) -> tuple[nn.Module
     model = BagForSequenceClassification()
     with tempfile.TemporaryDirectory() as folder:
         args = DPGrapeTrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=512,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            dataloader_pin_memory=False,
-            seed=seed,
+            **{"output_dir": folder, "per_device_train_batch_size": 512, "seed": seed},
+            **{"save_strategy": "no", "logging_strategy": "no", "report_to": "none"},
+            **{"disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False},
             **options,
         )
         trainer = DPGrapeTrainer(model, args, train_dataset=examples)

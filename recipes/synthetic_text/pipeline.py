@@ -150,13 +150,9 @@ def train(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> DPGrapeSFTT
     if (unit := args.privacy_unit_column) is not None:
         examples = examples.add_column(unit, rows[unit])
     adapter = None
-    if script.lora_rank is not None:
-        adapter = LoraConfig(
-            r=script.lora_rank,
-            lora_alpha=script.lora_rank,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
+    if (r := script.lora_rank) is not None:
+        kind = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        adapter = LoraConfig(r=r, lora_alpha=r, **kind)
     trainer = DPGrapeSFTTrainer(
         script.model_name_or_path, args, train_dataset=examples, peft_config=adapter
     )

@@ -281,20 +281,11 @@ def _refuse(args: Any) -> None:
         )
 
 
-def _row(title: str, source: str, *, private: bool = True) -> Method:
-    return Method(
-        title,
-        source,
-        private=private,
-        update_rule="sgd",
-        query=_engine,
-        update=_AlongDirections,
-        refuse=_refuse,
-    )
-
+_USUAL: dict[str, Any] = {"update_rule": "sgd", "update": _AlongDirections}
+_USUAL |= {"query": _engine, "refuse": _refuse}
 
 ROWS = {
-    "dpzero": _row("DPZero", "Zhang et al. 2024, Algorithm 2"),
-    "dp_zo": _row("DP-ZO", "Tang et al. 2024"),
-    "mezo": _row("MeZO", "Malladi et al. 2023", private=False),
+    "dpzero": Method("DPZero", "Zhang et al. 2024, Algorithm 2", **_USUAL),
+    "dp_zo": Method("DP-ZO", "Tang et al. 2024", **_USUAL),
+    "mezo": Method("MeZO", "Malladi et al. 2023", private=False, **_USUAL),
 }
