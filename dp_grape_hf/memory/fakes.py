@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -60,7 +59,7 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
                 patches.append((functional, "dropout", _dropout))
                 patches.append((functional, "scaled_dot_product_attention", attention))
             for one in patches:
-                stack.enter_context(patch.object(*one))
+                stack.enter_context(_replaced(*one))
             stack.enter_context(FakeTensorMode())
             stack.enter_context(_Answers())
             yield
@@ -69,6 +68,20 @@ def fake_tensors(gpu: bool = True) -> Iterator[None]:
             f"The memory of this model depends on the contents of its inputs ({error}), which a "
             "simulation does not have."
         ) from error
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """Use another function in place of an attribute."""
+    is_own, original = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, original)
+        else:  # inherited
+            delattr(owner, name)
 
 
 class _Answers(TorchDispatchMode):
