@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import Any
 
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
 from dp_grape_hf.arguments import PrivacySpent
-from dp_grape_hf.errors import PrivacyError
 
 logger = logging.getLogger(__name__)
 
@@ -203,13 +202,3 @@ def is_of_notebooks(callback: Any) -> bool:
     """Return whether a callback is the host's progress table for notebooks."""
     name = f"{type(callback).__module__}.{type(callback).__name__}"
     return name == "transformers.utils.notebook.NotebookProgressCallback"
-
-
-def refuse_early_stopping(callbacks: Iterable[Any], eval_data_is_public: bool) -> None:
-    """Raise ``PrivacyError`` for early stopping on evaluation data that are not public."""
-    if not eval_data_is_public and any(isinstance(c, EarlyStoppingCallback) for c in callbacks):
-        raise PrivacyError(
-            "EarlyStoppingCallback: training would follow a metric of the evaluation data, which "
-            "no epsilon covers. Set eval_data_is_public=True if these data are public; otherwise "
-            "remove the callback."
-        )

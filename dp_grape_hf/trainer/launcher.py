@@ -1,11 +1,11 @@
-"""Checks of launchers and schedulers that would break the guarantee."""
+"""Checks of launchers, callbacks and schedulers that would break the guarantee."""
 
 from __future__ import annotations
 
 import os
 from typing import Any
 
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 
 from dp_grape_hf.distributed import group_size
 from dp_grape_hf.errors import PrivacyError
@@ -46,15 +46,22 @@ def refuse_launcher(trainer: Trainer) -> None:
         )
 
 
-def refuse_scheduler(scheduler: Any, eval_data_is_public: bool) -> None:
-    """Refuse a learning rate scheduler that follows a metric of evaluation data.
+def refuse_following_metrics(trainer: Trainer) -> None:
+    """Refuse a callback or a scheduler that follows a metric of evaluation data.
 
     Raises:
-        PrivacyError: the scheduler follows a metric, and the data were not declared public.
+        PrivacyError: there is one, and the data were not declared public.
     """
-    name = type(scheduler).__name__
-    if name in ("ReduceLROnPlateau", "GreedyLR") and not eval_data_is_public:
-        raise PrivacyError(
-            f"The {name} follows a metric of the evaluation data, which no epsilon covers. Set "
-            "eval_data_is_public=True if these data are public; otherwise choose a fixed schedule."
-        )
+    args: Any = trainer.args
+    for follower in (*trainer.callback_handler.callbacks, trainer.lr_scheduler):
+        name = type(follower).__name__
+        follows = isinstance(follower, EarlyStoppingCallback) or name in _SCHEDULERS
+        if follows and not args.eval_data_is_public:
+            raise PrivacyError(
+                f"The {name} follows a metric of the evaluation data, which no epsilon covers. Set "
+                "eval_data_is_public=True if these data are public; otherwise remove the callback, "
+                "or choose a fixed schedule."
+            )
+
+
+_SCHEDULERS = ("ReduceLROnPlateau", "GreedyLR")

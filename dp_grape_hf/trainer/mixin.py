@@ -90,7 +90,6 @@ from dp_grape_hf.trainer.callbacks import (
     PrivateLogs,
     WarnOfDivergence,
     is_of_notebooks,
-    refuse_early_stopping,
 )
 from dp_grape_hf.trainer.checkpoints import (
     last_whole_checkpoint,
@@ -116,7 +115,7 @@ from dp_grape_hf.trainer.data import (
     units_of,
 )
 from dp_grape_hf.trainer.inputs_by_form import InputsByForm, first_row, form_of
-from dp_grape_hf.trainer.launcher import refuse_launcher, refuse_scheduler
+from dp_grape_hf.trainer.launcher import refuse_following_metrics, refuse_launcher
 from dp_grape_hf.trainer.override_checks import is_hosts, require_overrides
 from dp_grape_hf.trainer.remembered import remembering
 from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
@@ -262,6 +261,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.model_init: Any = None  # the host would make another model when training starts
         self.publisher.set_model(self.model)
         refuse_launcher(self)
+        refuse_following_metrics(self)
         self._user_loss = with_three_arguments(compute_loss_func)
         if self._user_loss is not None:
             self.compute_loss_func = partial(_mean_loss, self._user_loss)  # in evaluation only
@@ -286,7 +286,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _add_callbacks(self) -> None:
         handler = self.callback_handler
-        refuse_early_stopping(handler.callbacks, self.args.eval_data_is_public)
         me = weakref.proxy(self)  # a cycle would keep the model alive after the trainer
         handler.callbacks.insert(0, PrivateCallback(me))
         if any(type(c) is ProgressCallback for c in handler.callbacks):
@@ -681,7 +680,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
 
     def _require_our_optimizer(self) -> None:
         """Refuse a schedule that follows a metric, and an optimizer from another source."""
-        refuse_scheduler(self.lr_scheduler, self.args.eval_data_is_public)
+        refuse_following_metrics(self)
         run = self.private_run
         if run.optimizer is None:
             raise PrivacyError(
@@ -745,7 +744,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             f"The run would take {max_steps} steps, but the noise was calibrated for "
             f"{self.plan.steps}. Set max_steps or num_train_epochs before making the trainer.",
         )
-        refuse_early_stopping(self.callback_handler.callbacks, self.args.eval_data_is_public)
+        refuse_following_metrics(self)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer of the method; its state may contain the projection."""
