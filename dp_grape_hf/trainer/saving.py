@@ -38,7 +38,6 @@ class SavingMixin(Host):
     _parts: Parts | None = None  # the choices about the model
     _resumed: Choices | None = None  # the choices of the checkpoint from which this run resumes
     _refused: bool = False  # whether the last train() raised an error before any update
-    _for_resuming: bool = False  # whether a checkpoint is being saved
 
     @cached_property
     def publisher(self) -> Publisher:
@@ -61,11 +60,10 @@ class SavingMixin(Host):
                 "earlier saved model would be overwritten. Train first."
             )
         self.private_run.merge_()
-        before, self._for_resuming = self._for_resuming, _internal_call and output_dir is not None
-        try:
-            self._save(output_dir, self._whole_weights())
-        finally:
-            self._for_resuming = before
+        self._save(output_dir, self._whole_weights())
+        choices = self._choices if self.ledger is not None and self.args.should_save else None
+        if choices is not None and _internal_call and output_dir is not None:  # a checkpoint
+            choices.save(Path(output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -82,8 +80,6 @@ class SavingMixin(Host):
         self._declare_hyperparameters()
         self.publisher.save(self.state.global_step, folder, weights=state_dict)
         torch.save(self.args, folder / TRAINING_ARGS_NAME)
-        if self._for_resuming and (choices := self._choices) is not None:
-            choices.save(folder)
 
     def _whole_weights(self) -> dict[str, Any] | None:
         """Return the weights on the CPU, if saving needs them so; a collective call."""
