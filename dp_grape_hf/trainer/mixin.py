@@ -602,7 +602,10 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         """Start or resume ledger and mechanism, and examine the model, before the first step."""
         self._require_as_planned(max_steps)
         self._refuse_early(train_dataloader, resume_from_checkpoint)
-        self._make_ready_with_ledger(resume_from_checkpoint)
+        self._make_ready()
+        for warning in self._rate_warnings():
+            logger.warning("%s", warning)
+        self._start_ledger(resume_from_checkpoint)
         self._start_run()
         if self._known_streams is None:
             forget_the_seed()
@@ -614,18 +617,6 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         self.private_run.store_updates_separately()
         self.model.train()
         return prepared
-
-    def _make_ready_with_ledger(self, checkpoint: str | None) -> None:
-        """Make the run ready and open its ledger; after an error, the run is as before."""
-        before = self.private_run
-        self._make_ready()
-        for warning in self._rate_warnings():
-            logger.warning("%s", warning)
-        try:
-            self._start_ledger(checkpoint)
-        except PrivacyError:
-            self.private_run = before  # for ``save_model``
-            raise
 
     def _try_one_example(self) -> None:
         """Run the first example, so that bad data raise an error before anything is measured.
