@@ -1,15 +1,30 @@
-"""``ProjectedAdam`` against ``torch.optim.AdamW``; its definition is in ``test_rules``."""
+"""``ProjectedAdam`` against ``torch.optim.AdamW``; gradients in one vector and by name; changes.
 
+The definition of each update rule is in ``test_rules``.
+"""
+
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import ProjectedAdam, projected as optimizer_module
+from dp_grape_hf.gradients import Layout
+from dp_grape_hf.optimizers import (
+    UPDATE_RULES,
+    LowRankUpdates,
+    ProjectedAdam,
+    ProjectedOptimizer,
+    projected as optimizer_module,
+)
+from recipes.benchmark.kernels import Kernels
 from tests.support.optimizers import (
+    RANK,
+    SIDES,
+    Draw,
     Parameters,
     assert_same,
     draw,
@@ -164,3 +179,246 @@ def test_a_closure_is_refused_before_it_runs() -> None:
 
     with pytest.raises(PrivacyError, match="closure"):
         optimizer.step(closure)
+
+
+# ---- Gradients in one vector move weights as the same gradients by name do ----
+
+EXACT: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def flat_step(
+    optimizer: ProjectedOptimizer,
+    weights: Parameters,
+    number: int,
+    projectors: Draw,
+    beside: tuple[str, ...] = (),
+) -> None:
+    """Does what ``step`` does, with all gradients but some in one vector."""
+    found = gradients(number, projectors)
+    layout = Layout({n: w for n, w in weights.items() if n not in beside}, projectors)
+    flat = torch.zeros(layout.size)
+    for name, place in layout.places.items():
+        place.of(flat).copy_(found[name])
+    optimizer.receive(
+        {weights[name]: found[name] for name in beside},
+        {weights[name]: projector for name, projector in projectors.items()},
+        *(flat, {weights[name]: place for name, place in layout.places.items()}),
+    )
+    optimizer.step()
+
+
+def optimizer_of(weights: Parameters, rule: str, **options: Any) -> ProjectedOptimizer:
+    groups = [
+        {"params": [weights["left"], weights["number"]], "lr": 0.3},
+        {"params": [weights[name] for name in ("right", "square", "vector")]},
+    ]
+    return ProjectedOptimizer(groups, 0.1, rule=rule, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("decay", [0.0, 0.2])
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_weights_move_as_by_name(rule: str, decay: float, dtype: torch.dtype) -> None:
+    one, other = parameters(dtype), parameters(dtype)
+    by_name, by_place = (optimizer_of(w, rule, weight_decay=decay) for w in (one, other))
+    for number, beside in enumerate([(), ("square",), ("vector",), ("vector", "number"), ()]):
+        projectors = draw(number // 2)
+        step(by_name, one, number, projectors)
+        flat_step(by_place, other, number, projectors, beside)
+    assert_same(other, one, **(EXACT if dtype is torch.float32 else {"rtol": 0.05, "atol": 0.05}))
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_a_state_goes_on_either_way(rule: str) -> None:
+    one, other = parameters(), parameters()
+    ways = [step, flat_step, step, flat_step]
+    expected = optimizer_of(one, rule)
+    optimizer = optimizer_of(other, rule)
+    for number, way in enumerate(ways):
+        step(expected, one, number, draw(0))
+        way(optimizer, other, number, draw(0))
+        state = saved_and_loaded(optimizer.state_dict())
+        optimizer = optimizer_of(other, rule)
+        optimizer.load_state_dict(state)
+    assert_same(other, one, **EXACT)
+    numbers = sum(g.numel() for g in gradients(0, draw(0)).values())
+    assert optimizer.state_bytes() == 4 * numbers * len(UPDATE_RULES[rule].moments)
+
+
+def test_separately_stored_updates_are_views_of_the_vector() -> None:
+    one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    kept = []
+    for weights, way in ((one, step), (other, flat_step)):
+        optimizer, projectors = optimizer_of(weights, "adam", weight_decay=0.1), draw(0)
+        kept.append(optimizer.store_separately(weights["right"], projectors["right"])[0])
+        for number in range(3):
+            way(optimizer, weights, number, projectors)
+        assert kept[-1].any()
+        rounded = optimizer.store_separately(weights["right"], projectors["right"])[1]
+        assert torch.equal(rounded, kept[-1].to(torch.bfloat16))
+    torch.testing.assert_close(*kept, **EXACT)
+    assert torch.equal(one["right"], other["right"])
+
+
+def test_small_updates_of_unprojected_16_bit_weights_add_up() -> None:
+    weights, exact = parameters(torch.bfloat16), parameters()
+    for name, weight in weights.items():
+        exact[name].data.copy_(weight)
+    optimizers = [ProjectedOptimizer(w.values(), 1e-5, rule="sgd") for w in (weights, exact)]
+    for number in range(20):
+        for optimizer, moved in zip(optimizers, (weights, exact), strict=True):
+            flat_step(optimizer, moved, number, {})
+        if number == 10:
+            state = saved_and_loaded(optimizers[0].state_dict())
+            optimizers[0] = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+            optimizers[0].load_state_dict(state)
+    for name, weight in weights.items():
+        assert torch.equal(optimizers[0].state[weight]["value"].to(weight.dtype), weight)
+        torch.testing.assert_close(optimizers[0].state[weight]["value"], exact[name].data)
+
+
+def test_changes_of_16_bit_weights_between_runs_are_kept() -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+    flat_step(optimizer, weights, 0, {})
+    state = saved_and_loaded(optimizer.state_dict())
+    weights["vector"].data.fill_(3)
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
+    optimizer.load_state_dict(state)
+    flat_step(optimizer, weights, 1, {})
+    torch.testing.assert_close(weights["vector"].data, torch.full_like(weights["vector"], 3))
+
+
+def test_no_float32_value_is_stored_for_a_32_bit_weight() -> None:
+    weights, now = parameters(torch.bfloat16), parameters()
+    optimizer = ProjectedOptimizer(weights.values(), 1e-5)
+    flat_step(optimizer, weights, 0, {})
+    assert all("value" in optimizer.state[w] for w in weights.values())
+    loaded = ProjectedOptimizer(now.values(), 1e-5)
+    loaded.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    assert not any("value" in loaded.state[w] for w in now.values())
+
+
+def test_one_kernel_call_moves_all_16_bit_weights() -> None:
+    weights = parameters(torch.bfloat16)
+    optimizer, projectors = ProjectedAdam(weights.values()), draw(0)
+    for name, projector in projectors.items():
+        optimizer.store_separately(weights[name], projector)
+    flat_step(optimizer, weights, 0, projectors)
+    with (kernels := Kernels()):
+        flat_step(optimizer, weights, 1, projectors)
+    assert kernels.calls["_fused_adamw_"] == 1
+
+
+def test_gradients_of_weights_unknown_to_the_optimizer_are_refused() -> None:
+    weights = parameters()
+    optimizer = ProjectedOptimizer([weights["left"]], 0.1)
+    with pytest.raises(PrivacyError, match="4 of 5 private gradients"):
+        flat_step(optimizer, weights, 0, draw(0))
+
+
+def test_groups_may_change_their_settings() -> None:
+    one, other = parameters(), parameters()
+    by_name, by_place = (optimizer_of(w, "adam") for w in (one, other))
+    for number in range(4):
+        for optimizer in (by_name, by_place):
+            optimizer.param_groups[0]["betas"] = (0.5, 0.9) if number % 2 else (0.9, 0.999)
+            optimizer.param_groups[1]["lr"] = 0.1 * number
+        step(by_name, one, number, draw(0))
+        flat_step(by_place, other, number, draw(0))
+    assert_same(other, one, **EXACT)
+
+
+# ---- The change of a weight as factors, against the weights themselves ----
+
+
+def added(before: dict[str, Tensor], weights: Parameters) -> dict[str, Tensor]:
+    return {name: weights[name].detach() - before[name] for name in SIDES}
+
+
+def copies(weights: Parameters) -> dict[str, Tensor]:
+    return {name: weight.detach().clone() for name, weight in weights.items()}
+
+
+def test_the_product_of_the_factors_is_what_all_steps_added() -> None:
+    weights = parameters()
+    before, plain = copies(weights), copy.deepcopy(weights)
+    optimizer = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
+    other = ProjectedOptimizer(plain.values(), 0.1)
+    for number in range(7):  # three periods of at most three steps
+        projectors = draw(number // 3)
+        step(optimizer, weights, number, projectors)
+        step(other, plain, number, projectors)
+    for name, change in added(before, weights).items():
+        left, right = optimizer.changes()[weights[name]]
+        assert left.shape[1] == right.shape[0] == 3 * RANK
+        torch.testing.assert_close(left @ right, change, rtol=1e-5, atol=1e-6)
+        assert change.norm() > 0.1
+    assert weights["vector"] not in optimizer.changes()
+    for name, weight in plain.items():  # to keep them moves nothing
+        assert torch.equal(weights[name], weight)
+    numbers = 3 * RANK * (20 + 8 + 20 + 8 + 8 + 8)
+    assert optimizer.state_bytes() == other.state_bytes() + 4 * numbers
+
+
+@pytest.mark.parametrize("stop", [3, 5], ids="after {} steps".format)
+def test_a_saved_state_goes_on_with_the_same_periods(stop: int) -> None:
+    """A P that was drawn again is known by its numbers, and so is one of an earlier period."""
+    weights = parameters()
+    before = copies(weights)
+    optimizer = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
+    for number in range(stop):
+        step(optimizer, weights, number, draw(number // 3))
+    state = saved_and_loaded(optimizer.state_dict())
+    resumed = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
+    kept = copies(weights)
+    step(resumed, weights, 9, draw(0))  # what it has by itself is forgotten
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(kept[name])
+    resumed.load_state_dict(state)
+    for number in range(stop, 6):
+        step(resumed, weights, number, draw(number // 3))
+    step(resumed, weights, 6, draw(0))
+    for name, change in added(before, weights).items():
+        left, right = resumed.changes()[weights[name]]
+        assert left.shape[1] == 2 * RANK
+        torch.testing.assert_close(left @ right, change, rtol=1e-5, atol=1e-6)
+
+
+def test_states_load_with_or_without_stored_changes() -> None:
+    weights = parameters()
+    keeping = ProjectedOptimizer(weights.values(), 0.1, keep_changes=True)
+    plain = ProjectedOptimizer(weights.values(), 0.1)
+    for optimizer in (keeping, plain):
+        step(optimizer, weights, 0, draw(0))
+    states = [copy.deepcopy(optimizer.state_dict()) for optimizer in (keeping, plain)]
+    plain.load_state_dict(states[0])
+    assert not plain.changes()
+    keeping.load_state_dict(states[1])
+    assert not keeping.changes()
+
+
+def test_separately_stored_updates_are_merged_without_rounding() -> None:
+    """In bfloat16 the weight is rounded; its change is not, in the state neither."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 20, bias=False).bfloat16()
+    exact = nn.Linear(8, 20, bias=False)
+    exact.load_state_dict({"weight": layer.weight.detach().float()})
+    before = exact.weight.detach().clone()
+    options: dict[str, Any] = {"lr": 1e-3, "keep_changes": True}
+    optimizer = ProjectedOptimizer(layer.parameters(), **options)
+    reference = ProjectedOptimizer(exact.parameters(), **options)
+    branches = LowRankUpdates(layer, optimizer)
+    for number in range(4):
+        projector = draw(number // 2)["right"]
+        branches.set_projectors({"weight": projector})
+        step(optimizer, {"right": layer.weight}, number, {"right": projector})
+        step(reference, {"right": exact.weight}, number, {"right": projector})
+    branches.merge_()
+    resumed = ProjectedOptimizer(layer.parameters(), **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    left, right = resumed.changes()[layer.weight]
+    assert left.dtype is right.dtype is torch.float32
+    torch.testing.assert_close(left @ right, exact.weight - before, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(layer.weight.float(), before + left @ right, rtol=2**-6, atol=1e-4)
