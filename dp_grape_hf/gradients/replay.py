@@ -21,8 +21,7 @@ clipping does not bound that. Shared draws are refused, except uniform ones that
 (``layerdrop=0.0``).
 
 Not seen: an event that is rare, does not occur at a bound of a uniform number (one value of
-``randint``), and lets a row depend on another row's number. Dropout is off in layers whose number
-of positions depends on values (the experts of a mixture).
+``randint``), and lets a row depend on another row's number.
 
 Gradients are compared by their *sketches*: for each parameter, the norm of its gradient and k inner
 products with fixed random directions (``sketches``).
@@ -41,9 +40,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.adapters import advice
@@ -57,6 +54,7 @@ from dp_grape_hf.gradients.checks.draws import (
 )
 from dp_grape_hf.gradients.checks.guards import (
     OTHER_STREAMS,
+    evaluating,
     host_streams,
     keeping_random_state,
     same_state,
@@ -119,16 +117,7 @@ def examine(engine: PerSampleEngine, inputs: Inputs, projectors: Mapping[str, Pr
         torch.backends.cudnn.flags(enabled=False),  # nor does cuDNN's recurrent layer
         exact_products(),
     ):
-        batch = _of_other_lengths(engine, batch)
-        try:
-            return _Examination(engine, batch, projectors).run()
-        except _NoRowsDraw as error:
-            refusal = PrivacyError(*error.args)
-        try:
-            with _WithoutDropout():
-                return _Examination(engine, batch, projectors).run()
-        except _NoRowsDraw:
-            raise refusal from None
+        return _Examination(engine, _of_other_lengths(engine, batch), projectors).run()
 
 
 def refuse_other_loss(
@@ -185,13 +174,6 @@ def refuse_random(engine: PerSampleEngine, inputs: Inputs) -> None:
             "different weights, so they must not be random. Draw in training mode only (if "
             "self.training: ..., or functional.dropout(x, p, training=self.training))."
         )
-
-
-class _NoRowsDraw(PrivacyError):
-    """Error for a draw that belongs neither to single rows nor to all rows together."""
-
-    def __init__(self, draw: Draw) -> None:
-        super().__init__(_shared(draw, all_rows=True))
 
 
 class _Shown(NamedTuple):
@@ -304,7 +286,7 @@ class _Examination:
 
     def _couples_losses(self) -> bool:
         """Return whether rows have other losses in the batch than alone."""
-        with torch.no_grad(), _WithoutDropout():
+        with torch.no_grad(), evaluating(self.engine.model):
             together = self.engine.losses(self.batch).double().cpu()
             rows = [copies_of(self.batch, 1, row) for row in self.alone]
             alone = torch.cat([self.engine.losses(one).double().cpu() for one in rows])
@@ -402,7 +384,7 @@ class _Examination:
         base = self._together(batch, DrawRecorder(start, keep=True))
         owners = owners_of(alone, base.draws, _COPIES)
         if isinstance(owners, Draw):
-            raise _NoRowsDraw(owners)
+            raise PrivacyError(_shared(owners, all_rows=True))
 
         def changed(rows: Sequence[int], most: bool, numbers: Container[int]) -> _Shown:
             """Run a pass in which some rows get other numbers; shared draws change too."""
@@ -453,7 +435,7 @@ class _Examination:
         for shown in self.alone.values():
             for one, other in zip_longest(first, shown.draws):
                 if one is None or other is None or one.shapes != other.shapes:
-                    raise _NoRowsDraw(one or other)
+                    raise PrivacyError(_shared(one or other, all_rows=True))
 
         def together() -> _Shown:
             given = self._given(range(self.size))
@@ -462,7 +444,7 @@ class _Examination:
         whole = together()
         actual = owners_of(first, whole.draws, self.size)
         if isinstance(actual, Draw):
-            raise _NoRowsDraw(actual)
+            raise PrivacyError(_shared(actual, all_rows=True))
         if actual != owners:
             owners = actual
             whole = together()
@@ -633,8 +615,8 @@ def _shared(draw: Draw, all_rows: bool) -> str:
     how, what = (
         (
             "once for all samples of a physical batch",
-            "Switch off layer drop, and masks or crops that a batch shares, when you create the "
-            "model (for example layerdrop=0.0).",
+            "Switch off layer drop, masks or crops that a batch shares, and dropout inside of "
+            "experts, when you create the model (for example layerdrop=0.0).",
         )
         if all_rows
         else (
@@ -663,7 +645,7 @@ _STRICT = {
 """
 
 
-# ---- Inputs, weights and dropout during an examination ----
+# ---- Inputs and weights during an examination ----
 
 
 def _of_other_lengths(engine: PerSampleEngine, batch: dict[str, Any]) -> dict[str, Any]:
@@ -715,24 +697,3 @@ def without_zeros(model: nn.Module) -> Iterator[None]:
 
 
 _SMALL = 0.02  # standard deviation of the numbers in place of zero weights
-
-
-class _WithoutDropout(TorchFunctionMode):
-    """Disable dropout of a model in training mode."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
-        if func is functional.scaled_dot_product_attention:
-            kwargs.update(zip(("attn_mask", "dropout_p", "is_causal"), args[3:], strict=False))
-            args, kwargs["dropout_p"] = args[:3], 0.0
-        return func(*args, **kwargs)
-
-
-_DROPOUTS = {
-    *(functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d),
-    *(functional.alpha_dropout, functional.feature_alpha_dropout),
-}
