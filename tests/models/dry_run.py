@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -165,26 +166,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     register()
     vars(torch)["Generator"] = _Generator
-    every = settings()
+    counts: Counter[str] = Counter()
     chosen = [row for row in rows() if re.search(options.only, str(row))]
-    counts, told = {"": 0, "refused": 0, "not simulated": 0, "WRONG": 0}, set()
-    with tqdm(total=len(chosen) * len(every), disable=None) as bar:
-        for row in chosen:
-            batch = row.batch(BATCH)
-            for setting in every:
-                bar.set_postfix_str(f"{row}, {setting.method}")
-                found = run(row.model, batch, setting)
-                kind, _, text = found.partition(": ")
-                counts[kind] += 1
-                if found and (kind, text[:80]) not in told:
-                    told.add((kind, text[:80]))
-                    line = f"{kind}: {row}, {setting.method}: {text.splitlines()[0][:200]}"
-                    bar.write(line, file=sys.stdout)
-                bar.update()
-    sys.stdout.write(
-        f"{counts['']} steps on one device, {counts['refused']} refused, "
-        f"{counts['not simulated']} not simulated, {counts['WRONG']} on two devices\n"
-    )
+    for row in tqdm(chosen, disable=None):
+        batch = row.batch(BATCH)
+        for setting in settings():
+            found = run(row.model, batch, setting)
+            counts[found.partition(": ")[0] or "on one device"] += 1
+            if found:
+                line = f"{row}, {setting.method}: {found.splitlines()[0][:200]}"
+                tqdm.write(line, file=sys.stdout)
+    sys.stdout.write(", ".join(f"{n} {kind}" for kind, n in counts.items()) + "\n")
     return 1 if counts["WRONG"] else 0
 
 

@@ -1,5 +1,6 @@
 """A step on a device that is not there, and what it finds."""
 
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,5 @@ def test_a_dry_step_finds_tensors_on_two_devices() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DEVICE], capture_output=True, text=True, check=False
     )
-    assert "0 refused, 0 not simulated, 0 on two devices" in done.stdout, done.stderr
-    expected = ["one device", "WRONG", "WRONG"]
-    assert done.stdout.splitlines()[-3:] == expected, done.stderr
+    assert done.stdout.splitlines()[1:] == ["one device", "WRONG", "WRONG"], done.stderr
+    assert re.fullmatch(r"\d+ on one device", done.stdout.splitlines()[0])

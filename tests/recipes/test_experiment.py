@@ -127,17 +127,16 @@ def test_parameters_are_frozen_by_name() -> None:
     [
         (["--task", "lines"], "task='lines' must be one of: points, others"),
         (["--config", "nobody"], "config='nobody' is no file, and no preset"),
+        (["--config", "wrong.yaml"], r"sets \['learning_rat'\], which are no options"),
     ],
 )
-def test_a_wrong_name_is_refused(preset: Path, others: list[str], message: str) -> None:
+def test_a_wrong_name_is_refused(
+    preset: Path, others: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(preset.parent)
+    Path("wrong.yaml").write_text(yaml.safe_dump({"arguments": {"learning_rat": 1.0}}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         parse(FAMILY, [*words(preset), *others])
-
-
-def test_an_unknown_option_of_a_preset_is_refused(preset: Path) -> None:
-    preset.write_text(yaml.safe_dump(PRESET | {"arguments": {"learning_rat": 1.0}}))
-    with pytest.raises(ValueError, match=r"sets \['learning_rat'\], which are no options"):
-        parse(FAMILY, words(preset))
 
 
 def test_a_result_states_its_settings_and_is_never_overwritten(

@@ -225,6 +225,8 @@ class Watch(TrainerCallback):
         self.logs: list[dict[str, Any]] = []
         self.weights: list[dict[str, Tensor]] = []
         self.events: list[str] = []
+        for name in ("epoch_end", "evaluate", "save"):
+            setattr(self, f"on_{name}", lambda *_, name=name, **__: self.events.append(name))
 
     def keep(self, model: nn.Module) -> None:
         """Keeps the weights of now."""
@@ -239,15 +241,6 @@ class Watch(TrainerCallback):
         self.keep(kwargs["model"])
         if state.global_step == self.stop_at:
             control.should_training_stop = True
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("epoch_end")
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("evaluate")
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.events.append("save")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         self.logs.append(dict(logs))
