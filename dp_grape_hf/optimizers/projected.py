@@ -68,15 +68,23 @@ class _Block(NamedTuple):
     among: tuple[int, int] | None  # rows of the whole block, and the first of them in this process
 
 
+class _Move(NamedTuple):
+    """How a part of Z enters the model."""
+
+    weight: nn.Parameter
+    place: Any  # the part of Z; None for a weight that is updated by rows
+    projector: Projector | None
+    is_separate: bool  # whether the update is stored separately
+
+
 class _Layout(NamedTuple):
     """Torch's optimizer of Z. A new one is made when ``key`` changes."""
 
     key: tuple[Any, ...]
     inner: torch.optim.Optimizer | None  # None without a flat vector
-    groups: list[
-        int
-    ]  # of each parameter group of ``inner``: the index of a group with its settings
+    groups: list[int]  # of each group of ``inner``: the index of a group with its settings
     runs: list[tuple[nn.Parameter, slice]]  # parameters of ``inner``, and their parts of Z
+    moves: list[list[_Move]]  # of each parameter group
 
 
 class ProjectedOptimizer(torch.optim.Optimizer):
@@ -121,6 +129,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         self._projectors: Mapping[nn.Parameter, Projector] = {}
         self._flat: Tensor | None = None  # concatenated private gradients
         self._places: Mapping[nn.Parameter, Any] = {}
+        self._joined: tuple[Any, Any, Mapping[nn.Parameter, Any]] = None, None, {}
         self._layout: _Layout | None = None
         self._separate: dict[nn.Parameter, Projector] = {}  # of separately stored updates
         self._rounded: dict[nn.Parameter, Tensor] = {}  # these updates, in the weight's type
@@ -142,15 +151,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 in the order of the vector.
         """
         self._projectors, self._private_grads = projectors or {}, dict(private_grads)
-        self._flat, self._places = flat, places or {}
+        self._flat, self._places = flat, places if places is not None else {}
         if named := [weight for weight in private_grads if weight in self._projectors]:
             gradients = [self._private_grads.pop(weight) for weight in named]
             vectors = [*([] if flat is None else [flat]), *(g.reshape(-1) for g in gradients)]
-            self._places, start = dict(self._places), 0 if flat is None else len(flat)
-            for weight, gradient in zip(named, gradients, strict=True):
-                self._places[weight] = _Part(start, gradient.shape)
-                start += gradient.numel()
-            self._flat = torch.cat(vectors)
+            shapes = [(w, gradient.shape) for w, gradient in zip(named, gradients, strict=True)]
+            if self._joined[0] is not places or self._joined[1] != shapes:
+                joined, start = {**self._places}, 0 if flat is None else len(flat)
+                for weight, shape in shapes:
+                    joined[weight] = _Part(start, shape)
+                    start += shape.numel()
+                self._joined = places, shapes, joined
+            self._places, self._flat = self._joined[2], torch.cat(vectors)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -170,26 +182,19 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "step() without receive(): there is no private gradient to apply. Call receive() "
                 "before each step."
             )
-        given = {*self._places, *self._private_grads}
-        for weight, projector in self._separate.items():
-            if weight in given and self._projectors.get(weight) is not projector:
-                raise PrivacyError(
-                    "The private gradient of a weight has another projection than the updates "
-                    "stored for this weight. Before the forward pass, call "
-                    "LowRankUpdates.set_projectors() with the projectors of the step."
-                )
-        z_of = self._updates(self._lay_out(self._private_grads))
-        for group in self.param_groups:
-            self._move(group, z_of, self._private_grads)
+        layout = self._lay_out(self._private_grads)
+        z = self._updates(layout)
+        for group, moves in zip(self.param_groups, layout.moves, strict=True):
+            self._move(group, moves, z, self._private_grads)
         if self._rounded:
             stored = [self.state[weight]["update"] for weight in self._rounded]
             torch._foreach_copy_([*self._rounded.values()], stored)
         self._private_grads, self._projectors, self._flat = None, {}, None
 
-    def _updates(self, layout: _Layout) -> dict[nn.Parameter, Tensor]:
-        """Update Z by torch's optimizer; return weight -> its part of Z."""
+    def _updates(self, layout: _Layout) -> Tensor:
+        """Update Z by torch's optimizer, and return it."""
         if self._flat is None or layout.inner is None:
-            return {}
+            return torch.empty(0)
         z = torch.zeros_like(self._flat)
         for inner, number in zip(layout.inner.param_groups, layout.groups, strict=True):
             inner.update(self._settings_of(self.param_groups[number]))
@@ -200,33 +205,31 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             numbers.data, numbers.grad = z.new_empty(0), None
             if not self._rule.counts_steps:
                 layout.inner.state[numbers]["step"] += 1
-        return {weight: place.of(z) for weight, place in self._places.items()}
+        return z
 
     def _move(
         self,
         group: dict[str, Any],
-        z_of: Mapping[nn.Parameter, Tensor],
+        moves: Iterable[_Move],
+        z: Tensor,
         private_grads: Mapping[nn.Parameter, Tensor],
     ) -> None:
         """Move the weights of a group, or the float32 tensors that stand for 16-bit weights."""
         decay = 1 - float(group["lr"]) * float(group["weight_decay"])
         pairs, short = [], []
-        for weight in group["params"]:
-            z, state = z_of.get(weight), self.state[weight] if weight in self.state else {}
-            if weight in private_grads:
+        for weight, place, projector, is_separate in moves:
+            if place is None:
                 self._move_by_rows(weight, private_grads[weight], group, decay)
-            elif z is None:
-                continue
-            elif weight in self._separate:
-                pairs.append((state["update"], z))
-                state["decay"] *= decay
-            elif weight in self._projectors:
-                self._add_lifted(weight, z, self._projectors[weight], decay)
+            elif is_separate:
+                pairs.append((self.state[weight]["update"], place.of(z)))
+                self.state[weight]["decay"] *= decay
+            elif projector is not None:
+                self._add_lifted(weight, place.of(z), projector, decay)
             elif is_short(weight):
-                pairs.append((state["value"], z))
+                pairs.append((self.state[weight]["value"], place.of(z)))
                 short.append(weight)
             else:
-                pairs.append((local(weight), rows_here(z, weight)))
+                pairs.append((local(weight), rows_here(place.of(z), weight)))
         if pairs:
             targets, updates = map(list, zip(*pairs, strict=True))
             if decay != 1:
@@ -279,7 +282,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """
         settings = [self._settings_of(group) for group in self.param_groups]
         alike = [settings.index(one) for one in settings]
-        key = alike, self._places, {*private_grads}
+        key = alike, self._places, {*private_grads}, self._projectors, {**self._separate}
         if self._layout is not None and self._layout.key == key:
             return self._layout
         number_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
@@ -290,6 +293,18 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "optimizer does not have, so they would not be applied. Make the optimizer of the "
                 "model's current parameters."
             )
+        moves: list[list[_Move]] = [[] for _ in settings]
+        for weight in (w for group in self.param_groups for w in group["params"] if w in given):
+            place, projector = self._places.get(weight), self._projectors.get(weight)
+            separate = self._separate.get(weight)
+            if separate is not None and separate is not projector:
+                raise PrivacyError(
+                    "The private gradient of a weight has another projection than the updates "
+                    "stored for this weight. Before the forward pass, call "
+                    "LowRankUpdates.set_projectors() with the projectors of the step."
+                )
+            move = _Move(weight, place, projector, separate is not None)
+            moves[number_of[weight]].append(move)
         groups = {first: {"params": [], **settings[first]} for first in alike}
         runs: list[tuple[nn.Parameter, slice]] = []
         states: dict[nn.Parameter, dict[str, Tensor]] = {}
@@ -321,7 +336,7 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             groups[first]["params"].append(numbers)
         used = {first: group for first, group in groups.items() if group["params"]}
         inner = self._rule.make([*used.values()], states) if used else None
-        self._layout = _Layout(key, inner, [*used], runs)
+        self._layout = _Layout(key, inner, [*used], runs, moves)
         return self._layout
 
     def _take_value(self, weight: nn.Parameter) -> None:
@@ -421,8 +436,6 @@ class ProjectedOptimizer(torch.optim.Optimizer):
             state["decay"] = 1.0
             state["update"].zero_()
             self._rounded[weight].zero_()
-
-    # ---- Changes of weights ----
 
     # ---- State ----
 

@@ -151,7 +151,8 @@ class PrivateRun:
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
-        self._places: tuple[Any, Any] = None, {}  # places of the layout, by name and by weight
+        # The layout and the projectors of the last step, and both with weights as keys.
+        self._by_weight: tuple[Any, Any, Any, Any] = None, None, {}, {}
         self.idle: Inputs | None = None
 
     def examine(self, number: int, batch: Inputs, size: int) -> None:
@@ -362,14 +363,14 @@ class PrivateRun:
             self.update.hand_over(self.optimizer, number, private_grads)
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
-        weights, places = self.trainable, private_grads.layout.places
-        if self._places[0] is not places:
-            self._places = places, {weights[name]: place for name, place in places.items()}
-        self.optimizer.receive(
-            {weights[name]: gradient for name, gradient in private_grads.others.items()},
-            {weights[name]: projector for name, projector in self.projectors.items()},
-            *(private_grads.flat, self._places[1]),
-        )
+        weights, layout = self.trainable, private_grads.layout
+        if self._by_weight[:2] != (layout, self.projectors):
+            projectors = {weights[name]: x for name, x in self.projectors.items()}
+            places = {weights[name]: x for name, x in layout.places.items()}
+            self._by_weight = layout, self.projectors, projectors, places
+        _, _, projectors, places = self._by_weight
+        others = {weights[name]: gradient for name, gradient in private_grads.others.items()}
+        self.optimizer.receive(others, projectors, private_grads.flat, places)
 
     # ---- Updates stored separately ----
 
