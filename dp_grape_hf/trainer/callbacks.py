@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -12,7 +12,6 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
 from dp_grape_hf.accounting import expected_steps_per_epoch
-from dp_grape_hf.arguments import PrivacySpent
 
 logger = logging.getLogger(__name__)
 
@@ -166,24 +165,21 @@ class WarnOfDivergence(TrainerCallback):
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer, followed by the spent epsilon.
+    """The progress bar of the Trainer, below a table of the choices, with the spent epsilon.
 
     Args:
-        privacy_spent: returns the epsilon spent so far.
-        opening: returns the text above the bar.
+        trainer: as for ``PrivateCallback``.
     """
 
-    def __init__(
-        self, privacy_spent: Callable[[], PrivacySpent], opening: Callable[[], str]
-    ) -> None:
+    def __init__(self, trainer: Any) -> None:
         super().__init__()
-        self._privacy_spent, self._opening = privacy_spent, opening
+        self._trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the choices of the run, and make the bar."""
         super().on_train_begin(args, state, control, **kwargs)
         bar: Any = self.training_bar
-        if bar is not None and (text := self._opening()):
+        if bar is not None and (text := self._trainer.table_of_choices()):
             bar.write(text)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -193,7 +189,7 @@ class PrivacyProgress(ProgressCallback):
         bar: Any = self.training_bar
         if bar is not None and args.private and due:
             target = f"/{args.target_epsilon:g}" if args.target_epsilon else ""
-            epsilon = self._privacy_spent().epsilon
+            epsilon = self._trainer.privacy_spent().epsilon
             bar.set_postfix_str(f"ε={epsilon:.3f}{target}", refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 

@@ -290,7 +290,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         handler.callbacks.insert(0, PrivateCallback(me))
         if any(type(c) is ProgressCallback for c in handler.callbacks):
             self.remove_callback(ProgressCallback)
-            self.add_callback(PrivacyProgress(lambda: me.privacy_spent(), lambda: me._table()))
+            self.add_callback(PrivacyProgress(me))
         for table in filter(is_of_notebooks, [*handler.callbacks]):
             from dp_grape_hf.trainer.notebook import PrivacyNotebookProgress  # needs IPython
 
@@ -465,7 +465,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
         at_first = [FIRST_POSITION] * bool(self._parts is not None and self._parts.reads_first)
         return [*at_first, *rate_warnings(self.rates, chosen=self.args.chooses)]
 
-    def _table(self) -> str:
+    def table_of_choices(self) -> str:
         """Return the table shown before the first step; empty if nothing was chosen."""
         if not self.args.chooses or self.rates is None:
             return ""

@@ -53,9 +53,9 @@ class TrainingRows:
         """Return which rows of a data set are training rows, in order.
 
         A row is a training row if both are the same element of the same object (``elements_of``),
-        or if both have the same contents. Contents are compared as they are stored, if both are a
-        ``datasets.Dataset`` with such a column, or as they are read. Labels and single numbers do
-        not count as contents.
+        or if both have the same contents. Of two ``datasets.Dataset``, stored columns that both
+        have are compared; otherwise the rows that the data sets return. Labels and single numbers
+        do not count as contents.
 
         Args:
             dataset: another data set with a length.
