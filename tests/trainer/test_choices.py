@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,26 +64,15 @@ def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
 def test_resuming_keeps_the_choices_even_for_another_model(
     begin: Begin, weights: str, tmp_path: Path
 ) -> None:
-    """One is loaded from the checkpoint of a fresh model, the other made from a config."""
+    """One is loaded from the checkpoint of a fresh model, the other made by ``model_init``."""
     begun = begin(weights)
-    model = model_of("fresh")
+    model: Any = partial(model_of, "fresh")
     if weights == "fresh":
         model = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
     resumed = saving_trainer_of(tmp_path, model)
     assert resumed.plan.mechanism != begun.plan.mechanism
     resumed.train(resume_from_checkpoint=True)
     assert choices_of(resumed) == choices_of(begun)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_model_made_by_model_init_is_resumed(weights: str, tmp_path: Path) -> None:
-    begun = saving_trainer_of(tmp_path, lambda: model_of(weights), stop_at=EVERY)
-    begun.train()
-    resumed = saving_trainer_of(tmp_path, lambda: model_of(weights))
-    resumed.train(resume_from_checkpoint=True)
-    assert choices_of(resumed) == choices_of(begun)
-    assert resumed.state.global_step > EVERY
 
 
 def test_nothing_is_chosen_again(

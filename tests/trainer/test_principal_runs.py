@@ -146,12 +146,6 @@ def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> No
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
 
 
-def test_models_of_unknown_inputs_use_shapes_or_public_data(tmp_path: Path) -> None:
-    make_trainer(tmp_path / "by_form", **SETTINGS).train()
-    rows = Examples([{"x": torch.randn(6)} for _ in range(4)])
-    make_trainer(tmp_path, public_dataset=rows, **SETTINGS).train()
-
-
 def test_a_model_failing_on_synthetic_inputs_is_refused_with_cause(tmp_path: Path) -> None:
     model = only(BERT).model()
     model.bert.register_forward_pre_hook(_needs_more, with_kwargs=True)
