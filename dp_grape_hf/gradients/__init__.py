@@ -67,7 +67,11 @@ from dp_grape_hf.gradients.losses.losses import (
     losses_of as losses_of,
     with_three_arguments as with_three_arguments,
 )
-from dp_grape_hf.gradients.losses.model_loss import ModelLoss as ModelLoss
+from dp_grape_hf.gradients.losses.model_loss import (
+    ModelLoss as ModelLoss,
+    ReturnedLoss as ReturnedLoss,
+    is_target as is_target,
+)
 from dp_grape_hf.gradients.losses.pairs import (
     PREFERENCES as PREFERENCES,
     REFERENCE as REFERENCE,
@@ -76,10 +80,6 @@ from dp_grape_hf.gradients.losses.pairs import (
     RewardLoss as RewardLoss,
     by_halves as by_halves,
     side_by_side as side_by_side,
-)
-from dp_grape_hf.gradients.losses.returned_loss import (
-    ReturnedLoss as ReturnedLoss,
-    is_target as is_target,
 )
 from dp_grape_hf.gradients.losses.trainer_loss import (
     TrainerLoss as TrainerLoss,

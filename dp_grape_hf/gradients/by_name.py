@@ -18,7 +18,7 @@ from dp_grape_hf.gradients.engine import (
 )
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.losses.losses import LossFunction, loss_for
-from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
+from dp_grape_hf.gradients.losses.model_loss import ReturnedLoss
 from dp_grape_hf.projections import Projector
 
 ENGINES: dict[str, type[PerSampleEngine]] = {

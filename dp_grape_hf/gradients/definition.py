@@ -28,11 +28,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import replay
-from dp_grape_hf.gradients.checks.guards import configs_of, without_checkpointing
+from dp_grape_hf.gradients.checks.guards import configs_of, fails, without_checkpointing
 from dp_grape_hf.gradients.engine import Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients
 from dp_grape_hf.gradients.forms import Dense, Single
-from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
+from dp_grape_hf.gradients.losses.model_loss import ReturnedLoss
 from dp_grape_hf.gradients.rows import batch_size_of, rows_of, running_alone
 from dp_grape_hf.gradients.stand_ins import (
     call_for_one,
@@ -289,7 +289,7 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
     except ERRORS as error:
         if re.search(r"\b(vmap|functorch|Batching rule)\b", str(error)):
             reason = _first_sentence(error)
-        elif _fails(plain):
+        elif fails(plain):
             raise
         else:
             reason = (
@@ -306,12 +306,3 @@ def refusing_dynamic_code(label: str, plain: Callable[[], Any]) -> Iterator[None
 
 def _first_sentence(error: BaseException) -> str:
     return str(error).strip().split(". ")[0].split("\n")[0]
-
-
-def _fails(function: Callable[[], Any]) -> bool:
-    try:
-        with torch.no_grad():
-            function()
-    except ERRORS:
-        return True
-    return False

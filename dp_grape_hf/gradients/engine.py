@@ -32,7 +32,7 @@ from dp_grape_hf.gradients.losses.losses import (
     loss_for,
     split,
 )
-from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss
+from dp_grape_hf.gradients.losses.model_loss import ReturnedLoss
 from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance

@@ -55,6 +55,7 @@ from dp_grape_hf.gradients.checks.draws import (
 from dp_grape_hf.gradients.checks.guards import (
     OTHER_STREAMS,
     evaluating,
+    fails,
     host_streams,
     keeping_random_state,
     same_state,
@@ -260,17 +261,13 @@ class _Examination:
     def _alone(self, row: int) -> _Shown:
         """Run one row by plain autograd of the model's own loss, and keep its draws."""
         try:
-            return self._by_autograd(
-                copies_of(self.batch, 1, row), DrawRecorder(_start(row), keep=True)
-            )
+            draws = DrawRecorder(_start(row), keep=True)
+            return self._by_autograd(copies_of(self.batch, 1, row), draws)
         except PrivacyError:
             raise
         except ERRORS as error:
-            try:
-                with torch.no_grad():
-                    self.engine.losses(self.batch)
-            except ERRORS:
-                raise error from None  # the whole batch fails as well
+            if fails(partial(self.engine.losses, self.batch)):
+                raise
             raise UnsupportedModelError(
                 f"{type(self.engine.model).__name__} fails for one example alone, and not for "
                 f"several: {type(error).__name__}: {error}. So its gradients cannot be checked. "
@@ -362,15 +359,13 @@ class _Examination:
     def _refuse_other_loss(self, row: int) -> None:
         """Refuse an engine whose loss of one row differs from the loss that the model returns."""
         one = copies_of(self.batch, 1, row)
-        if not isinstance(self.engine.loss, ModelLoss):
-            return
 
         def run() -> tuple[Tensor, Sketches]:
-            with torch.no_grad():
-                return self.engine.losses(one), Sketches(self.engine.device)
+            return self.engine.losses(one), Sketches(self.engine.device)
 
-        actual = self._watched(run, DrawRecorder(_start(row))).losses
-        refuse_other_loss(self.engine, one, actual, self.alone[row].losses)
+        if isinstance(self.engine.loss, ModelLoss):
+            actual = self._watched(run, DrawRecorder(_start(row))).losses
+            refuse_other_loss(self.engine, one, actual, self.alone[row].losses)
 
     def _refuse_shared_draws(self, row: int) -> list[Owner]:
         """Refuse random numbers that rows share, or that influence other rows.

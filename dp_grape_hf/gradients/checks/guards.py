@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.errors import ERRORS, PrivacyError
 
 # ---- Random streams ----
 
@@ -187,3 +187,13 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside, and restore modes and random state afterwards."""
     with in_mode(model, training=False), keeping_random_state():
         yield
+
+
+def fails(function: Callable[[], Any]) -> bool:
+    """Return whether a function raises one of ``ERRORS``, without gradients."""
+    try:
+        with torch.no_grad():
+            function()
+    except ERRORS:
+        return True
+    return False

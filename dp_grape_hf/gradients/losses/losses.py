@@ -30,8 +30,7 @@ from dp_grape_hf.gradients.losses.heads import (
     classification,
     is_regression,
 )
-from dp_grape_hf.gradients.losses.model_loss import ModelLoss
-from dp_grape_hf.gradients.losses.returned_loss import ReturnedLoss, returns_its_loss
+from dp_grape_hf.gradients.losses.model_loss import ModelLoss, ReturnedLoss, returns_its_loss
 from dp_grape_hf.gradients.rows import batch_size_of
 
 LossFunction = Callable[[Any, Tensor | None], Tensor]
