@@ -24,7 +24,12 @@ def by_broadcast(m: Any, x: Tensor) -> Tensor:
     return (m.inside(x) * m.token.square()) + m.positions[:, 1:]
 
 
-BY_ROWS = {"as in ViT": as_in_vit, "by broadcast": by_broadcast}
+BY_ROWS = {
+    "as in ViT": as_in_vit,
+    "by broadcast": by_broadcast,
+    "recomputed": lambda m, x: checkpoint(as_in_vit, m, x, use_reentrant=False),
+    "run twice": lambda m, x: as_in_vit(m, x) * by_broadcast(m, x)[:, :1],
+}
 
 UNDER_VMAP = {
     "a mean over the row": lambda m, x: as_in_vit(m, x) * m.token.mean(0),
@@ -72,11 +77,3 @@ def test_code_that_does_not_keep_rows_apart_runs_under_vmap(name: str) -> None:
         ("own", False),
         ("head", False),
     ]
-
-
-def test_rows_are_the_same_when_activations_are_computed_again() -> None:
-    gradients_are_exact(lambda m, x: checkpoint(as_in_vit, m, x, use_reentrant=False))
-
-
-def test_a_module_that_runs_twice_adds_up() -> None:
-    gradients_are_exact(lambda m, x: as_in_vit(m, x) * by_broadcast(m, x)[:, :1])

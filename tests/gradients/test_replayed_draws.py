@@ -478,6 +478,10 @@ NOISE: dict[str, Toss] = {
     "uniform in ": lambda x: x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1),
     "bernoulli in ": dropout,
 }
+OTHER_NOISE: dict[str, Toss] = {
+    "numpy or Python": lambda x: x + torch.from_numpy(np.random.rand(*x.shape)).float(),
+    "_OWN of": draws_from_a_generator,
+}
 
 
 @pytest.mark.parametrize("noise", NOISE)
@@ -485,27 +489,23 @@ NOISE: dict[str, Toss] = {
 def test_noise_of_ones_own_in_evaluation_mode_is_no_obstacle(
     noise: str, engine: str, tmp_path: Path
 ) -> None:
-    model = noisy(NOISE[noise])
-    make_trainer(tmp_path, model=model, engine=engine).train()
-
-
-@pytest.mark.parametrize("noise", NOISE)
-def test_a_method_without_gradients_refuses_noise(noise: str, tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path, model=noisy(NOISE[noise]), method="dpzero")
-    assert_refused(trainer, f"{noise}.*in training mode only", UnsupportedModelError)
+    make_trainer(tmp_path, model=noisy(NOISE[noise]), engine=engine).train()
 
 
 @pytest.mark.parametrize(
-    "noise",
-    [lambda x: x + torch.from_numpy(np.random.rand(*x.shape)).float(), draws_from_a_generator],
-    ids=["numpy", "generator"],
+    ("method", "noise"),
+    [
+        *(("dpzero", noise) for noise in NOISE | OTHER_NOISE),
+        *(("dp_grape", n) for n in OTHER_NOISE),
+    ],
 )
-@pytest.mark.parametrize("method", ["dp_grape", "dpzero"])
-def test_noise_from_other_streams_is_refused_in_evaluation_mode(
-    noise: Toss, method: str, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tmp_path, model=noisy(noise), method=method)
-    assert_refused(trainer, r"random numbers from numpy or Python|_OWN of")
+def test_other_noise_in_evaluation_mode_is_refused(method: str, noise: str, tmp_path: Path) -> None:
+    """A method without gradients refuses noise of each sample as well."""
+    trainer = make_trainer(tmp_path, model=noisy((NOISE | OTHER_NOISE)[noise]), method=method)
+    if noise in NOISE:
+        assert_refused(trainer, f"{noise}.*in training mode only", UnsupportedModelError)
+    else:
+        assert_refused(trainer, noise)
 
 
 def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
