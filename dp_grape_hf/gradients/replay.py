@@ -346,11 +346,13 @@ class _Examination:
         """
         strict = _STRICT[computes_in_16_bits(self.engine.model)]
         for before, now in ((some.of([row]), others.of([row])) for row in rows):
-            close = torch.isclose(
-                before.losses, now.losses, strict.error, strict.error / 10, equal_nan=True
-            )
-            same = close & ~differing(before.sketches, now.sketches, strict).any()
-            if not (~before.finite & ~now.finite | before.finite & now.finite & same):
+            if before.finite != now.finite:
+                return True
+            losses = before.losses, now.losses
+            close = torch.isclose(*losses, strict.error, strict.error / 10, equal_nan=True)
+            if before.finite and (
+                not close or differing(before.sketches, now.sketches, strict).any()
+            ):
                 return True
         return False
 
