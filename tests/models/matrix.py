@@ -128,15 +128,13 @@ class Condition:
     applies: Callable[[Row], bool] = lambda row: True
 
 
-def _reads_texts(row: Row) -> bool:
-    return "attention_mask" in row.batch(1)
-
-
 CONDITIONS = {
     "full": Condition(),
     "projected": Condition(rank=RANK),
     "eager attention": Condition(model={"attn_implementation": "eager"}),
-    "left padding": Condition(batch={"padding": "left"}, applies=_reads_texts),
+    "left padding": Condition(
+        batch={"padding": "left"}, applies=lambda row: "attention_mask" in row.batch(1)
+    ),
     "checkpointing": Condition(
         model={"use_cache": False},
         prepare=lambda model: model.gradient_checkpointing_enable(
@@ -181,19 +179,14 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
 # ---- The command ----
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Renders the table to the standard output, with a progress bar on the standard error."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="Regular expression for 'family, head'.")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
     parser.add_argument("--engines", nargs="+", choices=ENGINE_NAMES, default=ENGINE_NAMES)
     parser.add_argument("--output", type=Path, help="Also write the cells, to this JSONL file.")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Renders the table to the standard output, with a progress bar on the standard error."""
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     entries = [row for row in rows(FAMILIES + WIDE) if re.search(options.only, str(row))]
     wanted = [
         (row, condition, engine)

@@ -316,24 +316,22 @@ def metadata_errors(card: str) -> list[str]:
         data = yaml.safe_load(match[1])
     except yaml.YAMLError as error:
         return [f"no YAML: {error}"]
+    name = r"[\w.-]+(/[\w.-]+)?"
     texts = {
-        "library_name": r"[a-z_-]+",
-        "license": r"[a-z0-9.-]+",
-        "pipeline_tag": r"[a-z0-9-]+",
+        **{"library_name": r"[a-z_-]+", "license": r"[a-z0-9.-]+", "pipeline_tag": r"[a-z0-9-]+"},
         "base_model_relation": r"adapter|finetune|merge|quantized",
     }
-    lists = {"tags": r".+", "base_model": r"[\w.-]+(/[\w.-]+)?", "datasets": r"[\w.-]+(/[\w.-]+)?"}
+    lists = {"tags": r".+", "base_model": name, "datasets": name}
     lists["language"] = r"[a-z]{2,3}|multilingual|code"
     nested = {"differential_privacy": dict, "model-index": list}
+
+    def is_valid(key: str, value: Any) -> bool:
+        if key in nested:
+            return isinstance(value, nested[key])
+        values = value if isinstance(value, list) and key in lists else [value]
+        return all(isinstance(v, str) and re.fullmatch((texts | lists)[key], v) for v in values)
+
     known = texts.keys() | lists.keys() | nested.keys()
-    errors = [f"{name} is unknown" for name in data.keys() - known]
-    for name, value in data.items():
-        if name in nested:
-            if not isinstance(value, nested[name]):
-                errors.append(f"{name}: {value!r} is not valid")
-            continue
-        values = value if isinstance(value, list) and name in lists else [value]
-        pattern = texts.get(name) or lists.get(name, ".*")
-        if not all(isinstance(v, str) and re.fullmatch(pattern, v) for v in values):
-            errors.append(f"{name}: {value!r} is not valid")
-    return errors
+    errors = [f"{key} is unknown" for key in data.keys() - known]
+    wrong = (key for key in data.keys() & known if not is_valid(key, data[key]))
+    return errors + [f"{key}: {data[key]!r} is not valid" for key in wrong]

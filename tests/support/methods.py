@@ -19,9 +19,9 @@ from tests.support.trainers import (
     TinyForSequenceClassification,
     Watch,
     assert_same_weights,
-    make_trainer,
     points,
     tiny,
+    trained_in,
 )
 
 OURS = ("dp_grape", "dp_adam", "dp_sgd", "dp_lora")
@@ -41,15 +41,8 @@ def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
     """Trains the tiny model; returns its weights before and after every step."""
     watch = Watch()
     model = changes.pop("model", None)
-    trainer = make_trainer(
-        folder,
-        method=method,
-        model=tiny(method) if model is None else model,
-        callbacks=[watch],
-        lr_scheduler_type="constant",
-        **changes,
-    )
-    trainer.train()
+    settings = {"method": method, "model": tiny(method) if model is None else model}
+    trained_in(folder, callbacks=[watch], lr_scheduler_type="constant", **settings, **changes)
     return watch.weights
 
 
