@@ -185,13 +185,17 @@ class Step:
         self.timeline.label(WEIGHTS, [*self.model.parameters(), *self.model.buffers()])
         self.timeline.label(ACTIVATIONS, dict(self.inputs))
         self._run = self._plain() if self.setting.method == ADAMW else self._of_trainer()
-        for state in self.optimizer.state.values():
-            self.timeline.label(OPTIMIZER, list(state.values()))
+        self._label_state()
 
     def run(self) -> None:
         """Run the step once more: redraw, forward, backward, clip, release, update."""
         with self.timeline:
             self._run()
+        self._label_state()  # the step may replace tensors, as counts of updates
+
+    def _label_state(self) -> None:
+        for state in self.optimizer.state.values():
+            self.timeline.label(OPTIMIZER, list(state.values()))
 
     def _plain(self) -> Callable[[], None]:
         """AdamW with torch's fused kernel, which has no temporaries, as in the Trainer."""
