@@ -83,13 +83,11 @@ class DPGrapeArguments(_Host):
             would void the guarantee.
     """
 
-    # ---- The promise ----
+    # The fields of the table of options, in its order.
     target_epsilon: float | None = _IN_TABLE
     target_delta: float | None = _IN_TABLE
     noise_multiplier: float | None = _IN_TABLE
     accountant: str = _IN_TABLE
-
-    # ---- The mechanism ----
     max_grad_norm: float | None = _IN_TABLE  # type: ignore[assignment]
     clipping: str | None = _IN_TABLE
     noise: str | None = _IN_TABLE
@@ -101,26 +99,18 @@ class DPGrapeArguments(_Host):
     adjacency: str = _IN_TABLE
     privacy_unit_column: str | None = _IN_TABLE
     max_examples_per_unit: int | None = _IN_TABLE
-
-    # ---- The method ----
     method: str = _IN_TABLE
     learning_rate: float | None = _IN_TABLE  # type: ignore[assignment]
     lr_scheduler_type: str | None = _IN_TABLE  # type: ignore[assignment]
     update_rule: str | None = _IN_TABLE
     learning_rate_factors: dict[str, Any] | str | None = _IN_TABLE
     gradient_factors: dict[str, Any] | str | None = _IN_TABLE
-
-    # ---- The projection ----
     projection: str | None = _IN_TABLE
     projection_rank: int | None = _IN_TABLE
     projection_update_steps: int | None = _IN_TABLE
     projection_seed: int = _IN_TABLE
-
-    # ---- The computation ----
     grad_sample_mode: str = _IN_TABLE
     engine: str = _IN_TABLE
-
-    # ---- What leaves the machine ----
     eval_data_is_public: bool = _IN_TABLE
 
     refused_if_set: ClassVar[dict[str, str]] = REFUSED_IF_SET

@@ -1,6 +1,7 @@
 """``dp-grape card``: write the model card of a saved model from its ledger."""
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 
 from dp_grape_hf.errors import PrivacyError
@@ -11,16 +12,11 @@ from dp_grape_hf.publishing import ADAPTER_CONFIG, CardDetails, json_of, render,
 def run(args: argparse.Namespace) -> str:
     """Return the card, or with ``--write`` a message with its path."""
     folder: Path = args.folder
+    names = {field.name for field in fields(CardDetails)} - {"tags"}
     details = CardDetails(
-        repo_id=args.repo_id,
-        model_name=args.model_name,
-        base_model=args.base_model,
-        adapter=(folder / ADAPTER_CONFIG).exists(),
-        language=args.language,
-        license=args.license,
-        pipeline_tag=args.pipeline_tag,
-        datasets=args.datasets,
+        **{name: value for name, value in vars(args).items() if name in names},
         tags=tuple(args.tags),
+        adapter=(folder / ADAPTER_CONFIG).exists(),
         metrics=dict(_metric(text) for text in args.metric),
         metrics_are_public=args.metrics_data and args.metrics_data == "public",
         model_class=_class_in(folder),
