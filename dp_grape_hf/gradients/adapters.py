@@ -1,7 +1,5 @@
 """The PEFT methods that this package supports, for error messages."""
 
-from __future__ import annotations
-
 from torch import nn
 
 ADAPTERS = (

@@ -1,7 +1,5 @@
 """The engines by name, and a function that computes per-sample gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

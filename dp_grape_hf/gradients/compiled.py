@@ -13,8 +13,6 @@ have a row for each sample is not replaced.
 Shapes: B samples, of R >= B rows that the model is compiled for.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping

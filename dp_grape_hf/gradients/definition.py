@@ -8,8 +8,6 @@ supports models that the layerwise engine does not. vmap must be able to trace t
 second half of this module makes the code of transformers traceable.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import re

@@ -8,8 +8,6 @@ which checks it). ``by_name`` lists them.
 The output of an engine is sensitive. Engines neither clip nor add noise.
 """
 
-from __future__ import annotations
-
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence

@@ -7,8 +7,6 @@ row of them for each sample would take too much memory.
 Shapes: B samples in the physical batch, D coordinates, m x n a weight as stored, r rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from math import prod

@@ -8,8 +8,6 @@ Shapes: B samples, T positions, n inputs, m outputs, r rank. A layer's tensors m
 dimensions before the last, as long as the samples are the first part of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

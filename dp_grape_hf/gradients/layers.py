@@ -10,8 +10,6 @@ looked up once for all samples), the enclosing module replaces it, under the gen
 engine also learns how many rows a tensor has for each sample; later passes must have the same.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

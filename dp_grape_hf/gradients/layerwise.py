@@ -5,8 +5,6 @@ runs them, with one rule per layer type. This module controls both, and refuses 
 gradients would be wrong.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

@@ -17,8 +17,6 @@ Shapes: B samples in the physical batch, D coordinates in the layout; a module m
 flattened with their k positions, (B * k, ...).
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ and checks the shape of every answer.
 Shapes: B samples in the batch, K numbers for each.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Rows of a batch: their number, batches of some rows, and a row that runs alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar

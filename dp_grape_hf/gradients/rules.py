@@ -12,8 +12,6 @@ trainable parameters gets the generic rule of ``passes``: it runs under ``torch.
 Shapes: B samples, T positions sharing the weight, m x n the weight as stored.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """Find the ledger of a model's earlier private runs, and decide which of their costs add up."""
 
-from __future__ import annotations
-
 import logging
 import weakref
 from dataclasses import dataclass

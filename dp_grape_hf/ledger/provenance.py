@@ -11,8 +11,6 @@ The note is a dictionary under the name ``dp_grape``:
   the config.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager

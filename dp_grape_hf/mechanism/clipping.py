@@ -11,8 +11,6 @@ to ``C / sqrt(2)`` (McMahan et al. 2018, He et al. 2023). Then neither part redu
 Shapes: B samples in the physical batch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

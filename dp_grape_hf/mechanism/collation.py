@@ -14,8 +14,6 @@ a function of the example's length.
 Shapes: k rows of an example (1) or of a privacy unit.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections import defaultdict

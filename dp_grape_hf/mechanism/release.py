@@ -11,8 +11,6 @@ and noise of standard deviation ``sigma C / f`` on the sum of its gradients. Thi
 extension points.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ If ``privacy_unit_column`` names a column, such as ``user_id``, all examples wit
 it are one privacy unit. Differential privacy then hides whether the unit took part at all.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

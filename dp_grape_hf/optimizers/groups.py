@@ -1,7 +1,5 @@
 """Refuse an optimizer that lacks a trained parameter, or has one twice."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 

@@ -18,8 +18,6 @@ The optimizer is post-processing: it receives private gradients only, and costs 
 random numbers of the rounding are public, so that all ranks round in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ To add a rule, add a row to ``UPDATE_RULES``. The optimizer must be elementwise,
 a vector that concatenates many weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

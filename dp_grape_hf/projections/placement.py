@@ -6,8 +6,6 @@ dimension of the layer's input), so a projected gradient has r x max(m, n) eleme
 Algorithm 1). Principal directions act on the dimension of the layer's input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from fnmatch import fnmatchcase

@@ -6,8 +6,6 @@ frequency, with mean 0 and variance 1, as after the usual normalization. The con
 module define lengths and amounts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from inspect import Parameter, signature

@@ -8,8 +8,6 @@ when P projects them.
 Shapes: m x n the weight as stored, d the size of its projected dimension, r the rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

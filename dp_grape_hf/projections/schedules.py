@@ -5,8 +5,6 @@ seed every F steps, or it contains principal directions of layer inputs on publi
 never depend on the gradients that it projects, because they are not private yet.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any

@@ -4,8 +4,6 @@ Each stream starts from a hash of the run's public seed and of its purpose. So a
 same numbers, and a resumed run does too. Secret streams are in ``mechanism.streams``.
 """
 
-from __future__ import annotations
-
 import hashlib
 import weakref
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The weights of a model that are projected: a default choice, or patterns of names."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ A run of DP-GRAPE with one P adds ``Z P^T`` to a weight. This is LoRA's ``B A`` 
 the adapter first, and ``method="dp_lora"`` trains Z.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

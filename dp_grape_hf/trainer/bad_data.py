@@ -4,8 +4,6 @@ The error itself does not change. A note describes examples by names and types o
 logs, where values and sizes of private data must not appear.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

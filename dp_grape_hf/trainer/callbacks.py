@@ -1,7 +1,5 @@
 """Callbacks: private logs, epsilon in the progress bar, and the end of the budget."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

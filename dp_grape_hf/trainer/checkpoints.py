@@ -1,7 +1,5 @@
 """Checks of checkpoints before a run resumes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import zipfile

@@ -5,8 +5,6 @@ collator that is made to mix them, as for mixup, would not do what its user expe
 error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any

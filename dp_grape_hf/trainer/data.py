@@ -1,7 +1,5 @@
 """The data of a private run: its loader, public data, and evaluation data."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial

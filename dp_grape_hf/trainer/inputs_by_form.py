@@ -9,8 +9,6 @@ a text, is replaced by fixed lengths if the model can be run on these. All other
 public.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from inspect import Parameter, signature

@@ -1,7 +1,5 @@
 """Checks of launchers, callbacks and schedulers that would break the guarantee."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

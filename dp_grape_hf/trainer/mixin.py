@@ -9,8 +9,6 @@ learning rates, ``mechanism`` samples, clips and adds noise, and ``ledger`` reco
 after the training utilities write to logs, files or the Hub.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 import math

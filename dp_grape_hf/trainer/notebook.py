@@ -1,7 +1,5 @@
 """The live table of metrics in a notebook. This module needs IPython."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers.utils.notebook import NotebookProgressCallback

@@ -8,8 +8,6 @@ the loss of single pairs is compared with it.
 Needs ``pip install 'dp_grape_hf[sft]'``.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -22,8 +22,6 @@ Guarantee:
     because a wrong one would break epsilon.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

@@ -7,8 +7,6 @@ selection of a split and are fewer than the split, texts that were joined withou
 data that are not a ``datasets.Dataset``.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from itertools import pairwise, takewhile

@@ -4,8 +4,6 @@ The row of a method in ``METHODS`` selects the parts. ``PrivateRun.step`` define
 a step uses them. The Trainer, the memory planner and the benchmarks all use this class.
 """
 
-from __future__ import annotations
-
 import random
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping

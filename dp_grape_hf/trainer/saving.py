@@ -1,7 +1,5 @@
 """Saving and publishing of the model of a private run."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from functools import cached_property

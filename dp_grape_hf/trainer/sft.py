@@ -7,8 +7,6 @@ token accuracy and token counts of the training data.
 Needs ``pip install 'dp_grape_hf[sft]'``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 

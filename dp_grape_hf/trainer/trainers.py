@@ -5,8 +5,6 @@ only, outside the private path: its metrics are functions of the evaluation data
 weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

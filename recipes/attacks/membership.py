@@ -11,8 +11,6 @@ The third notebook of ``recipes/tutorial`` trains and attacks them. Two scores o
 Shapes: M models, n texts, T words.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 import zlib

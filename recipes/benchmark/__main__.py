@@ -11,8 +11,6 @@ parentheses, of the processor time of all threads, which is steadier where the m
 things to do. Takes about two minutes on two CPU cores.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -8,8 +8,6 @@ attention and dropout of a GPU. Each operator that computes something counts onc
 an earlier step. Takes four minutes of a CPU core.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections import Counter

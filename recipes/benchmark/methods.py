@@ -6,8 +6,6 @@ method, add a row to ``METHODS``.
 Shapes: B samples in the batch, T positions.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 import warnings

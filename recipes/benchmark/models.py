@@ -3,8 +3,6 @@
 Shapes: B samples in the batch, T positions.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Time the methods of ``benchmark`` in rounds, and render the results."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import sys

@@ -4,8 +4,6 @@ Colour-blind readers can distinguish the colours (Okabe and Ito 2008). The marke
 colours.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

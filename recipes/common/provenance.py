@@ -1,7 +1,5 @@
 """Record settings, versions and the commit of a result; add an adapter to a model."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """Files with one JSON object per finished run, which survive a crash while a line is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

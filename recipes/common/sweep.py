@@ -5,8 +5,6 @@ seed. The combination with the best score on the dev split then runs at every bu
 seed. A row without a grid skips the search.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """``accelerate launch -m recipes.digits``, and ``make demo``: see ``train``."""
 
-from __future__ import annotations
-
 from transformers.utils import logging
 
 from recipes.digits.train import main, parse

@@ -10,8 +10,6 @@ finished run is a line of ``runs.jsonl``, so you can interrupt and restart the r
 CPU core, an hour.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import statistics

@@ -10,8 +10,6 @@ of ``DPGrapeTrainingArguments`` on the command line.
 The test images count as public: epsilon does not cover them.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Mapping, Sequence

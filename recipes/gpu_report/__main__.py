@@ -21,8 +21,6 @@ another reason than memory, 2 if there is no CUDA device, and 3 if time was up: 
 then goes on.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

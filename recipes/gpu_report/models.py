@@ -3,8 +3,6 @@
 Shapes: B samples in the batch, T positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

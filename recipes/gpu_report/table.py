@@ -1,7 +1,5 @@
 """The table of what ``gpu_report`` measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@
 * any other folder that ``load_dataset`` reads, such as a download from the Hub.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

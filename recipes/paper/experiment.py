@@ -22,8 +22,6 @@ a run trains: epsilon and steps, and no loss. With ``--save_model``, the run sav
 and the model at its end. If it is stopped, the same command goes on from the last checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import resource

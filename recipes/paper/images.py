@@ -13,8 +13,6 @@ a further release.
 Shapes: N images in a data set, B in a batch, C channels, H x W pixels, S the model's image size.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import itertools

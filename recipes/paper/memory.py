@@ -3,8 +3,6 @@
 python -m recipes.paper.memory --model_name_or_path FOLDER --batch_size 16 --seq_len 64
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

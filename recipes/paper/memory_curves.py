@@ -7,8 +7,6 @@ like ``dp-grape memory``, which takes half a minute. Weights are float32. Each m
 with the peaks in bytes by method and batch size, from which ``recipes.report.figures`` draws.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

@@ -14,8 +14,6 @@ batches are Poisson draws, and all options are clipped as one gradient.
 Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps

@@ -4,8 +4,6 @@ As Malladi et al. (2023): greedy decoding, and the F1 of SQuAD, for DROP as well
 for questions without an answer is left out, as neither data set has any.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ To add a task, add a function that reads a row of its data, and a row in ``TASKS
 Shapes: B examples, O options of each, T tokens of the longest text, K of the longest answer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

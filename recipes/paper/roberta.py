@@ -12,8 +12,6 @@ text by the logits of the label words at the mask of the prompt. With ``--head c
 ``AutoModelForSequenceClassification`` loads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -6,8 +6,6 @@ fills in the mask, and the logits of a few words there, one per label, are the l
 Shapes: B samples in the batch, T positions, h hidden features, L labels.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

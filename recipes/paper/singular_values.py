@@ -13,8 +13,6 @@ nor OPT's batch: the defaults, and 500, are what its authors' code has for OPT-1
 It writes functions of the training data without noise among them: for data that may be seen.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import sys

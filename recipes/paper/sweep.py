@@ -27,8 +27,6 @@ named at the end, and tried again the next time. A result whose preset was chang
 sweep, so that results are not mixed.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

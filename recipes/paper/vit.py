@@ -12,8 +12,6 @@ four fifths of the training data and scores the rest, for a search; the test dat
 The images that are scored count as public: no epsilon covers them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

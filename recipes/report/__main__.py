@@ -9,8 +9,6 @@ anew and named, and the exit status is 1. ``--check`` writes nothing. Nothing is
 here: README.md explains how to run the recipes.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

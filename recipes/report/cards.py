@@ -1,7 +1,5 @@
 """Renders the cards in ``model_cards`` from the ledgers next to them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import replace

@@ -3,8 +3,6 @@
 ``python -m tests.models.matrix`` and ``tests.host`` write the first two.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

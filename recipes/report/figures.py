@@ -6,8 +6,6 @@ They are vectors and PNG, on white, so that they can be read on dark pages too. 
 results says that it was not run.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The tables of the front page, from committed results, and the table of all arguments."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

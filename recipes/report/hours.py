@@ -5,8 +5,6 @@ throughput in float32 for the model and the method, or the paper prints it. A me
 has the throughput of a similar one (``LIKE``). Loading and scoring take additional time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

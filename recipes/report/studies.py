@@ -1,7 +1,5 @@
 """Render tables of results: of studies that are over, and of what ``dp-grape memory`` prints."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

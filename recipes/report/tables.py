@@ -6,8 +6,6 @@ that have the paper's settings (``SWEEPS``), from folders of the same names in
 not among them: the studies show those.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product

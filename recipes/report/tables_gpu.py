@@ -4,8 +4,6 @@ A row stands next to a number of the paper if it has the same model, the same me
 numbers and, if it projects, the paper's rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ alerts. So both are built from a copy of the published files, in which links are
 are bold words.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """An extension of mkdocstrings: public names of subpackages, and examples in docstrings."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

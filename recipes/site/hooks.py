@@ -4,8 +4,6 @@ The hooks copy no files and write only the site. Pages keep their paths, so link
 work. A link to any other file points to the repository.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 from html import unescape

@@ -1,7 +1,5 @@
 """Rewrite the links of a page that is shown outside of the repository."""
 
-from __future__ import annotations
-
 import configparser
 import posixpath
 import re

@@ -1,7 +1,5 @@
 """List the errors and warnings of the package, read from its source code."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

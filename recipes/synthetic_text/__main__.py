@@ -1,7 +1,5 @@
 """``accelerate launch -m recipes.synthetic_text``: see ``pipeline``."""
 
-from __future__ import annotations
-
 from transformers.utils import logging
 
 from recipes.synthetic_text.pipeline import main, parse

@@ -1,7 +1,5 @@
 """The card of a synthetic data set, as the ledger of its model supports it; a table of results."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -11,8 +11,6 @@ Writes to ``output_dir``: the model, its ledger and its card; ``results.json``, 
 without that declaration; and the folder ``dataset``, to be published.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -10,8 +10,6 @@ checkout of the installed version. Needs pytest and parameterized, and an hour o
 This module is also the plugin of pytest that puts ours in place and writes the outcomes down.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

@@ -11,8 +11,6 @@ refused. Under bfloat16 it is the error of a sample's whole gradient: what shoul
 rounding. Takes five minutes of one CPU core, needs no network and no data.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

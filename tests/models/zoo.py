@@ -7,8 +7,6 @@ random numbers: no network, no data. Where an engine refuses a model, the row sa
 Shapes: B samples in the batch, T positions.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

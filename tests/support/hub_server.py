@@ -5,8 +5,6 @@ look for what should not have been sent. A file is large, and goes by the LFS pr
 Hub: if its name says that it holds weights.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

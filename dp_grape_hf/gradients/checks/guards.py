@@ -1,7 +1,5 @@
 """Keep random streams, configurations and modes unchanged while a model runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

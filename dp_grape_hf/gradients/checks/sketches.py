@@ -9,8 +9,6 @@ classes to zero.
 Shapes: B samples, P parameters, k directions.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Mapping, Sequence

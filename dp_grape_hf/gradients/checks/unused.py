@@ -10,8 +10,6 @@ The autograd graph of a forward pass shows which parameters the outputs depend o
 computed.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping

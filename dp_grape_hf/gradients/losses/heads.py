@@ -8,8 +8,6 @@ To add a head, write a function ``(logits, labels, config) -> (B,)`` under ``@he
 Shapes: B samples in the batch, T positions, V words in the vocabulary or classes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

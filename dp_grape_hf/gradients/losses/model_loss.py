@@ -5,8 +5,6 @@ that users write return the mean loss of a batch. For a batch of one example, th
 the example. So the model runs on one example at a time, and its loss need not be known.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from inspect import signature

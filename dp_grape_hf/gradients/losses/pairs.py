@@ -7,8 +7,6 @@ two rows, before clipping.
 Shapes: B pairs, T positions, V words in the vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

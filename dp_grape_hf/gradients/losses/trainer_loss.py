@@ -9,8 +9,6 @@ checks that the loss of a batch is the mean of these losses.
 Shapes: B samples in the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from inspect import signature

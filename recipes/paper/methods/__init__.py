@@ -4,8 +4,6 @@
 and ``whole_batch`` Adam and LoRA without privacy. ``PaperArguments`` has their options.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ A direction is public: it is drawn anew from the seed, a block at a time, wherev
 Shapes: K directions, d trainable numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

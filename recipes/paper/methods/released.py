@@ -5,8 +5,6 @@ counterparts GaLore and FLORA. They project a private sum, so P may be computed 
 takes its leading singular vectors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -19,8 +19,6 @@ given a copy ``W + mu z``, which is freed after it. So the weights stay what the
 Shapes: B samples in the batch, K directions, d trainable parameters.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

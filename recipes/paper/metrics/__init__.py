@@ -4,8 +4,6 @@
 modules of the same names, for a machine without a network.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import evaluate
