@@ -67,7 +67,7 @@ class _Block(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """How a part of Z enters the model."""
+    """The way in which a part of Z enters the model."""
 
     weight: nn.Parameter
     place: Any  # the part of Z; None for a weight that is updated by rows
