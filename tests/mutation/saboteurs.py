@@ -368,7 +368,7 @@ def _noise_is_saved(patch: pytest.MonkeyPatch) -> None:
         add(self, *given)
 
     def state_dict(self: ProjectedOptimizer) -> Any:
-        return original(self) | {"noise": made[-1].buffers if made else []}
+        return original(self) | {"noise": made[-1]._ring if made else []}
 
     patch.setattr(BandedNoise, "add_", adds)
     patch.setattr(ProjectedOptimizer, "state_dict", state_dict)
