@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from inspect import Parameter, signature
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -67,9 +67,8 @@ def freeze_unused(
         given = [_completed(batch, takes) for batch in islice(batches, 2)]
         if any(_may_reach(p) for name, p in takes.items() if not any(name in x for x in given)):
             return []  # the engine will refuse unused parameters instead
-        for inputs in given:
-            for training in (False, True):
-                passes.append(_run(model, loss, inputs, training))
+        for inputs, training in product(given, (False, True)):
+            passes.append(_run(model, loss, inputs, training))
     except ERRORS:
         return []
     reached = {
@@ -78,16 +77,15 @@ def freeze_unused(
     if not reached:
         return []  # no batch, or no parameter is trained
     ran_always = set.intersection(*(ran for _, ran in passes))
-    reached_by_pattern: dict[str, set[str]] = {}
-    for name in reached:
-        reached_by_pattern.setdefault(_pattern(name), set()).add(name)
-    unused = []
-    for name, (module, parameter) in owners.items():
-        alike = reached_by_pattern.get(_pattern(name), set())
-        elsewhere = module in ran_always and all(owners[o][0] is not module for o in alike)
-        if name not in reached and (not alike or elsewhere):
-            parameter.requires_grad_(False)
-            unused.append(name)
+
+    def takes_no_part(name: str) -> bool:
+        module, _ = owners[name]
+        alike = [owners[other][0] for other in reached if _pattern(other) == _pattern(name)]
+        return not alike or (module in ran_always and module not in alike)
+
+    unused = [name for name in owners if name not in reached and takes_no_part(name)]
+    for name in unused:
+        owners[name][1].requires_grad_(False)
     if unused:
         logger.warning(
             "These parameters take no part in the loss and were frozen: %s. Noise alone would have "
