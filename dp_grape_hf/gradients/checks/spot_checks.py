@@ -71,11 +71,23 @@ class SpotCheckedEngine(OuterEngine):
         row = self._chosen(inputs)
         if row is None:
             return self.examples(inputs, projectors)
-        among_rows = Sketches(self.device, [row])
+        among_rows, alone = Sketches(self.device, [row]), Sketches(self.device)
         with RowDraws(batch_size_of(inputs), row) as draws:
             losses, gradients = self.examples(inputs, projectors)
         among_rows(gradients)
-        self._compare(inputs, projectors, row, losses, among_rows, draws)
+        observer, self.examples.observer = self.examples.observer, Observer()  # not of the step
+        try:
+            with keeping_random_state(), RowDraws(recorded=draws) as given:
+                alone(self.examples(rows_of(inputs, slice(row, row + 1)), projectors)[1])
+        finally:
+            self.examples.observer = observer
+        # The row's numbers are not known inside a fused kernel, or if recomputed layers draw again.
+        known = given.known and len(given.made) == len(draws.made)
+        again = draws.made and any(
+            getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
+        )
+        if known and not again and losses[row].abs() > self._tolerance.loss:  # else, rounding
+            self._refuse_other(among_rows, alone)
         return losses, gradients
 
     def _chosen(self, inputs: Inputs) -> int | None:
@@ -85,35 +97,6 @@ class SpotCheckedEngine(OuterEngine):
         if one >= SHARE or self.examples.simulated:
             return None
         return int(other * batch_size_of(inputs))
-
-    def _compare(
-        self,
-        inputs: Inputs,
-        projectors: Mapping[str, Projector],
-        row: int,
-        losses: Tensor,
-        among_rows: Sketches,
-        draws: RowDraws,
-    ) -> None:
-        """Run the row alone, and refuse the model if its gradient differs.
-
-        The comparison is skipped if the loss is so small that the gradient is rounding, or if the
-        row's random numbers are not known. They are not known inside a fused kernel, or if they are
-        drawn again for recomputed activations.
-        """
-        again = draws.made and any(
-            getattr(m, "gradient_checkpointing", False) for m in self.model.modules()
-        )
-        alone, one = Sketches(self.device), rows_of(inputs, slice(row, row + 1))
-        observer, self.examples.observer = self.examples.observer, Observer()  # not of the step
-        try:
-            with keeping_random_state(), RowDraws(recorded=draws) as given:
-                alone(self.examples(one, projectors)[1])
-        finally:
-            self.examples.observer = observer
-        known = given.known and len(given.made) == len(draws.made)
-        if not again and known and losses[row].abs() > self._tolerance.loss:
-            self._refuse_other(among_rows, alone)
 
     def _refuse_other(self, among_rows: Sketches, alone: Sketches) -> None:
         """Refuse a row whose gradient in the batch differs from its gradient alone."""
