@@ -344,12 +344,12 @@ class _Examination:
 
         Gradients that are not finite in both passes contribute nothing.
         """
-        strict = _STRICT[computes_in_16_bits(self.engine.model)]
+        error = 1e-2 if computes_in_16_bits(self.engine.model) else 1e-5  # of one batch shape
+        strict = Tolerance(error, floor=1e-2, loss=0.0, change=0.0)
         for before, now in ((some.of([row]), others.of([row])) for row in rows):
             if before.finite != now.finite:
                 return True
-            losses = before.losses, now.losses
-            close = torch.isclose(*losses, strict.error, strict.error / 10, equal_nan=True)
+            close = torch.isclose(before.losses, now.losses, error, error / 10, equal_nan=True)
             if before.finite and (
                 not close or differing(before.sketches, now.sketches, strict).any()
             ):
@@ -632,14 +632,6 @@ def _shared(draw: Draw, all_rows: bool) -> str:
 def _module_of(model: nn.Module, name: str) -> str:
     path = name.rpartition(".")[0]
     return f"{path or 'the model'}, a {type(model.get_submodule(path)).__name__}"
-
-
-_STRICT = {
-    low: Tolerance(error, floor=1e-2, loss=0.0, change=0.0)
-    for low, error in ((False, 1e-5), (True, 1e-2))
-}
-"""Tolerances for two passes of one batch shape; the key is whether the model computes in 16 bits.
-"""
 
 
 # ---- Inputs and weights during an examination ----
