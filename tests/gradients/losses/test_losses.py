@@ -1,6 +1,7 @@
 """Per-sample losses against what the models themselves compute for one sample."""
 
 import re
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -297,12 +298,22 @@ def test_missing_labels_are_refused_by_their_names() -> None:
 # ---- Only where there are labels ----
 
 
-class Head(nn.Module):
-    """Output embeddings of which a model may make any use."""
+USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "once": lambda out, hidden: 3 * torch.tanh(out(hidden) / 3),
+    "in chunks": lambda out, hidden: torch.cat([out(x) for x in hidden.split(2, 1)], 1),
+    "twice": lambda out, hidden: torch.cat([out(hidden), out(hidden)], 1)[:, :8],
+    "flattened": lambda out, hidden: out(hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2]),
+    "with more rows": lambda out, hidden: out(hidden.repeat(2, 1, 1))[: len(hidden)],
+    "not at all": lambda out, hidden: hidden @ out.weight.T,
+}
+
+
+class ToyForCausalLM(nn.Module):
+    """Makes any use of its output embeddings."""
 
     def __init__(self, use: str) -> None:
         super().__init__()
-        self.table, self.out, self.use = nn.Embedding(9, 4), nn.Linear(4, 9), use
+        self.table, self.out, self.use = nn.Embedding(9, 4), nn.Linear(4, 9), USES[use]
         self.rows: list[int] = []
         self.out.register_forward_hook(lambda m, args, output: self.rows.append(output.shape[-2]))
 
@@ -310,25 +321,7 @@ class Head(nn.Module):
         return self.out
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        hidden = self.table(input_ids)
-        match self.use:
-            case "once":
-                return {"logits": 3 * torch.tanh(self.out(hidden) / 3)}
-            case "in chunks":
-                return {"logits": torch.cat([self.out(x) for x in hidden.split(2, 1)], 1)}
-            case "twice":
-                return {"logits": torch.cat([self.out(hidden), self.out(hidden)], 1)[:, :8]}
-            case "flattened":
-                return {"logits": self.out(hidden.flatten(0, 1)).unflatten(0, input_ids.shape)}
-            case "with more rows":
-                return {"logits": self.out(hidden.repeat(2, 1, 1))[: len(hidden)]}
-            case "not at all":
-                return {"logits": hidden @ self.out.weight.T}
-        raise AssertionError(self.use)
-
-
-class ToyForCausalLM(Head):
-    """Predicts the next token."""
+        return {"logits": self.use(self.out, self.table(input_ids))}
 
 
 class Engine(PerSampleEngine):
