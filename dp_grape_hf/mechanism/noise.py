@@ -80,7 +80,8 @@ def add_noise_(
     cpu = is_cpu(generator.device)
     size = _SLICE if cpu else _GPU_SLICE
     parts = [part for v in values for part in v.view(-1).split(size) if len(part)]
-    streams, threads, at_once, secure = [generator], 1, 1, False
+    streams, threads, secure = [generator], 1, False
+    at_once = 1 if cpu else _PARTS_AT_ONCE
     if isinstance(generator, SecretGenerator):
         secure = generator.secure
         at_once = 1 if secure else _PARTS_AT_ONCE
