@@ -257,7 +257,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         for block in self._blocks(weight):
             # If a weight is float32 and contiguous, this is a view of it.
             rows.data = here[block.here].float().contiguous()
-            rows.data.mul_(decay)
+            if decay != 1:
+                rows.data.mul_(decay)
             rows.grad = gradient[block.here].contiguous()  # torch's fused kernel requires it
             moments = {key: local(state[key])[block.here] for key in self._rule.moments}
             inner.state[rows] = {"step": state["step"].clone(), **moments}
