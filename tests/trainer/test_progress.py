@@ -1,4 +1,4 @@
-"""What takes longer than two seconds before the first step shows a progress bar."""
+"""What takes longer than half a second before the first step shows a progress bar."""
 
 from pathlib import Path
 from typing import Any
