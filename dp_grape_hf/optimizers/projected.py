@@ -71,7 +71,7 @@ class _Move(NamedTuple):
 
     weight: nn.Parameter
     place: Any  # the part of Z; None for a weight that is updated by rows
-    projector: Projector | None
+    is_projected: bool
     is_separate: bool  # whether the update is stored separately
 
 
@@ -180,6 +180,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "step() without receive(): there is no private gradient to apply. Call receive() "
                 "before each step."
             )
+        for weight, projector in self._separate.items():
+            given = weight in self._places or weight in self._private_grads
+            if given and self._projectors.get(weight) is not projector:
+                raise PrivacyError(
+                    "The private gradient of a weight has another projection than the updates "
+                    "stored for this weight. Before the forward pass, call "
+                    "LowRankUpdates.set_projectors() with the projectors of the step."
+                )
         layout = self._lay_out(self._private_grads)
         z = self._updates(layout)
         for group, moves in zip(self.param_groups, layout.moves, strict=True):
@@ -215,14 +223,14 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """Move the weights of a group, or the float32 tensors that stand for 16-bit weights."""
         decay = 1 - float(group["lr"]) * float(group["weight_decay"])
         pairs, short = [], []
-        for weight, place, projector, is_separate in moves:
+        for weight, place, is_projected, is_separate in moves:
             if place is None:
                 self._move_by_rows(weight, private_grads[weight], group, decay)
             elif is_separate:
                 pairs.append((self.state[weight]["update"], place.of(z)))
                 self.state[weight]["decay"] *= decay
-            elif projector is not None:
-                self._add_lifted(weight, place.of(z), projector, decay)
+            elif is_projected:
+                self._add_lifted(weight, place.of(z), self._projectors[weight], decay)
             elif is_short(weight):
                 pairs.append((self.state[weight]["value"], place.of(z)))
                 short.append(weight)
@@ -281,7 +289,8 @@ class ProjectedOptimizer(torch.optim.Optimizer):
         """
         settings = [self._settings_of(group) for group in self.param_groups]
         alike = [settings.index(one) for one in settings]
-        key = alike, self._places, {*private_grads}, self._projectors, {**self._separate}
+        # It must not keep a P of an earlier step in memory.
+        key = alike, self._places, {*private_grads}, {*self._projectors}, {*self._separate}
         if self._layout is not None and self._layout.key == key:
             return self._layout
         number_of = {w: i for i, group in enumerate(self.param_groups) for w in group["params"]}
@@ -293,17 +302,10 @@ class ProjectedOptimizer(torch.optim.Optimizer):
                 "model's current parameters."
             )
         moves: list[list[_Move]] = [[] for _ in settings]
-        for weight in (w for group in self.param_groups for w in group["params"] if w in given):
-            place, projector = self._places.get(weight), self._projectors.get(weight)
-            separate = self._separate.get(weight)
-            if separate is not None and separate is not projector:
-                raise PrivacyError(
-                    "The private gradient of a weight has another projection than the updates "
-                    "stored for this weight. Before the forward pass, call "
-                    "LowRankUpdates.set_projectors() with the projectors of the step."
-                )
-            move = _Move(weight, place, projector, separate is not None)
-            moves[number_of[weight]].append(move)
+        for weight, number in number_of.items():
+            if weight in given:
+                kinds = weight in self._projectors, weight in self._separate
+                moves[number].append(_Move(weight, self._places.get(weight), *kinds))
         groups = {first: {"params": [], **settings[first]} for first in alike}
         runs: list[tuple[nn.Parameter, slice]] = []
         states: dict[nn.Parameter, dict[str, Tensor]] = {}

@@ -149,8 +149,7 @@ class PrivateRun:
         self.signal = Signal()
         self.optimizer: torch.optim.Optimizer | None = None
         self._low_rank: LowRankUpdates | None = None
-        # The layout and the projectors of the last step, and both with weights as keys.
-        self._by_weight: tuple[Any, Any, Any, Any] = None, None, {}, {}
+        self._places: tuple[Any, Any] = None, {}  # a layout, and its places by weight
         self.idle: Inputs | None = None
 
     def examine(self, number: int, batch: Inputs, size: int) -> None:
@@ -362,13 +361,13 @@ class PrivateRun:
             return
         assert isinstance(self.optimizer, ProjectedOptimizer)
         weights, layout = self.trainable, private_grads.layout
-        if self._by_weight[:2] != (layout, self.projectors):
-            projectors = {weights[name]: x for name, x in self.projectors.items()}
-            places = {weights[name]: x for name, x in layout.places.items()}
-            self._by_weight = layout, self.projectors, projectors, places
-        _, _, projectors, places = self._by_weight
-        others = {weights[name]: gradient for name, gradient in private_grads.others.items()}
-        self.optimizer.receive(others, projectors, private_grads.flat, places)
+        if self._places[0] is not layout:
+            self._places = layout, {weights[name]: x for name, x in layout.places.items()}
+        self.optimizer.receive(
+            {weights[name]: gradient for name, gradient in private_grads.others.items()},
+            {weights[name]: projector for name, projector in self.projectors.items()},
+            *(private_grads.flat, self._places[1]),
+        )
 
     # ---- Updates stored separately ----
 
