@@ -11,7 +11,6 @@ from dp_grape_hf.accounting.accountants import (
     rounded_up as rounded_up,
 )
 from dp_grape_hf.accounting.banded import (
-    Bands as Bands,
     correlated as correlated,
     find_bands as find_bands,
     noise_left as noise_left,

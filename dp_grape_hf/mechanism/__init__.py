@@ -7,7 +7,7 @@ gradient of each example. ``release`` sums the clipped gradients and adds noise.
 estimates how much of a release is not noise.
 """
 
-from dp_grape_hf.mechanism.banded import Turn as Turn, Turns as Turns
+from dp_grape_hf.mechanism.banded import Turns as Turns
 from dp_grape_hf.mechanism.clipping import (
     STABILITY as STABILITY,
     add_clipped_sum_ as add_clipped_sum_,
@@ -28,7 +28,7 @@ from dp_grape_hf.mechanism.sampling import (
     LogicalBatchCollator as LogicalBatchCollator,
     PoissonBatchSampler as PoissonBatchSampler,
 )
-from dp_grape_hf.mechanism.signal import Signal as Signal, Window as Window
+from dp_grape_hf.mechanism.signal import Signal as Signal
 from dp_grape_hf.mechanism.streams import (
     Streams as Streams,
     forget_the_seed as forget_the_seed,
