@@ -116,8 +116,9 @@ def sharding_of(args: Any) -> Sharding | None:
     settings, row = args.fsdp_plugin_args, METHODS[args.method]
     if args.parallelism_config is not None or _asked(_ASKS_FOR_PARALLELISM):
         raise PrivacyError(
-            "parallelism_config is not supported: an example could be split over processes. Leave "
-            "it out; to shard weights, set fsdp=True and fsdp_config={'version': 2}."
+            "parallelism_config is not supported: some of its settings split an example over "
+            "processes. Leave it out; to shard weights, set fsdp=True and "
+            "fsdp_config={'version': 2}."
         )
     if settings is None and not _asked(_ASKS_FOR_FSDP):
         return None
