@@ -163,7 +163,7 @@ class WarnOfDivergence(TrainerCallback):
 
 
 class PrivacyProgress(ProgressCallback):
-    """The progress bar of the Trainer, below a table of the choices, with the spent epsilon.
+    """The progress bar, below a table of the choices, with spent epsilon, signal and noise.
 
     Args:
         trainer: as for ``PrivateCallback``.
@@ -171,7 +171,7 @@ class PrivacyProgress(ProgressCallback):
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
-        self._trainer = trainer
+        self._trainer, self._strength = trainer, ""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the choices of the run, and make the bar."""
@@ -179,6 +179,19 @@ class PrivacyProgress(ProgressCallback):
         bar: Any = self.training_bar
         if bar is not None and (text := self._trainer.table_of_choices()):
             bar.write(text)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Store the logged signal and noise for the progress bar."""
+        if logs and "noise" in logs:
+            groups = [g for g in ("_head", "_body") if f"noise{g}" in logs] or [""]
+            shown = [
+                f"{g[1:]} {logs[f'signal{g}']:.2g}/{logs[f'noise{g}']:.2g}".strip()
+                for g in groups
+                if f"signal{g}" in logs
+            ]
+            strengths = f"signal/noise {' '.join(shown)}" if shown else "signal not measurable yet"
+            self._strength = f", {strengths}"
+        super().on_log(args, state, control, logs=logs, **kwargs)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Advance the bar, and from time to time show the epsilon spent."""
@@ -188,7 +201,7 @@ class PrivacyProgress(ProgressCallback):
         if bar is not None and args.private and due:
             target = f"/{args.target_epsilon:g}" if args.target_epsilon else ""
             epsilon = self._trainer.privacy_spent().epsilon
-            bar.set_postfix_str(f"ε={epsilon:.3f}{target}", refresh=False)
+            bar.set_postfix_str(f"ε={epsilon:.3f}{target}{self._strength}", refresh=False)
         super().on_step_end(args, state, control, **kwargs)
 
 

@@ -305,7 +305,7 @@ def test_logs_and_cards_show_the_spent_epsilon_and_nothing_private(
     assert trainer.ledger.private
     assert (spent.steps, spent.delta, spent.mechanism.max_grad_norm) == (4, 1e-3, 1.0)
     assert spent.epsilon == pytest.approx(trainer.ledger.epsilon(), abs=0.02)
-    assert f"ε={spent.epsilon:.3f}/4" in capsys.readouterr().err
+    assert f"ε={spent.epsilon:.3f}/4, signal" in capsys.readouterr().err
     for step in (2, 4):
         folder = tmp_path / f"checkpoint-{step}"
         ledger = Ledger.load(folder / LEDGER_NAME)
