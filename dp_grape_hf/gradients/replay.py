@@ -525,7 +525,8 @@ class _Examination:
         """
         losses = expected.losses
         telling = (losses.abs() > self.tolerance.loss) & losses.isfinite()
-        differ = differing(shown.sketches, expected.sketches, self.tolerance) & telling[:, None]
+        differ = differing(shown.sketches, expected.sketches, self.tolerance, bounds=True)
+        differ &= telling[:, None]
         for at in differ.any(1).nonzero().flatten().tolist():
             if any(owner.row is not None for owner in owners):
                 continue

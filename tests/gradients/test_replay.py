@@ -15,6 +15,7 @@ from transformers import (
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import Dense, functions, make_engine
+from dp_grape_hf.gradients.checks.sketches import FULL, differing
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.plans import Plans
 from dp_grape_hf.gradients.rules import RULES, LayerRule
@@ -239,3 +240,15 @@ def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
     model = TinyFunctionForSequenceClassification(coupled).to(torch.bfloat16)
     with pytest.raises(PrivacyError, match="changes with the number"):
         make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies).train()
+
+
+@pytest.mark.parametrize(
+    ("sketch", "differs"),
+    [([1.5, 2.0, -3.0], False), ([0.9, 2.0, -3.0], True), ([1.5, 2.0, 3.0], True)],
+    ids=["a larger norm", "a smaller norm", "another direction"],
+)
+def test_a_norm_may_be_an_upper_bound(sketch: list[float], differs: bool) -> None:
+    """As of a tied weight, if the terms of its gradient cancel: of a pair of similar texts."""
+    exact, given = (torch.tensor([[x]], dtype=torch.float64) for x in ([1.0, 2.0, -3.0], sketch))
+    assert bool(differing(given, exact, FULL, bounds=True)) is differs
+    assert bool(differing(given, exact, FULL))

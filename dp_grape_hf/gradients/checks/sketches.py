@@ -110,7 +110,7 @@ def _vectors(name: str, dim: int, size: int) -> Tensor:
     return vectors / vectors.square().mean(1, keepdim=True).sqrt()
 
 
-def differing(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:
+def differing(left: Tensor, right: Tensor, tolerance: Tolerance, bounds: bool = False) -> Tensor:
     """Return a mask (B, P) of the samples and parameters whose gradients differ.
 
     A sample with a number that is not finite does not count, because clipping leaves it out.
@@ -119,13 +119,17 @@ def differing(left: Tensor, right: Tensor, tolerance: Tolerance) -> Tensor:
         left: sketches (B, P, 1 + k).
         right: sketches (B, P, 1 + k).
         tolerance: of rounding.
+        bounds: whether the norms of ``left`` are upper bounds (``forms.bound``), which exceed the
+            norms where terms cancel: the directions show whether the gradients are the same.
     """
-    norms = torch.maximum(left[..., 0], right[..., 0])
+    norms = right[..., 0] if bounds else torch.maximum(left[..., 0], right[..., 0])
     finite = norms.isfinite().all(1, keepdim=True) & left.isfinite().all(2).all(1, keepdim=True)
     totals = norms.norm(dim=1, keepdim=True)
     totals = totals.maximum(tolerance.floor * totals[finite].max()) if finite.any() else totals
     allowed = tolerance.error * norms.maximum(tolerance.floor * totals)
     error = (left - right).abs()
+    if bounds:
+        error[..., 0] = (right - left)[..., 0].clamp(min=0)
     error[..., 1:] /= _ALONG
     return (error.amax(2) > allowed) & finite
 
