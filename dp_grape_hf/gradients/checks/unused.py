@@ -12,6 +12,7 @@ computed.
 
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from inspect import Parameter, signature
@@ -77,10 +78,12 @@ def freeze_unused(
     if not reached:
         return []  # no batch, or no parameter is trained
     ran_always = set.intersection(*(ran for _, ran in passes))
+    modules_alike: defaultdict[str, set[nn.Module]] = defaultdict(set)  # pattern -> reached ones
+    for name in reached:
+        modules_alike[_pattern(name)].add(owners[name][0])
 
     def takes_no_part(name: str) -> bool:
-        module, _ = owners[name]
-        alike = [owners[other][0] for other in reached if _pattern(other) == _pattern(name)]
+        module, alike = owners[name][0], modules_alike[_pattern(name)]
         return not alike or (module in ran_always and module not in alike)
 
     unused = [name for name in owners if name not in reached and takes_no_part(name)]
