@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+
+from dp_grape_hf.phases import is_cpu
 
 Recompute = Callable[[Tensor], Tensor]
 
@@ -256,10 +257,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return total
 
 
+def _stands_for_gpu(tensor: Tensor) -> bool:
+    """Return whether a tensor on the CPU is simulated on a GPU; compiled code never is."""
+    return tensor.is_cpu and not torch.compiler.is_compiling() and not is_cpu(tensor.device)
+
+
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left_i^T right_i`` of each sample, (B, k, m), float32."""
-    as_on_gpu = left.is_cuda or isinstance(left, FakeTensor)  # a simulation is one of a GPU
-    if as_on_gpu and left.dtype in _SHORT and _HAS_OUT_DTYPE:
+    if left.dtype in _SHORT and _HAS_OUT_DTYPE and (left.is_cuda or _stands_for_gpu(left)):
         return torch.bmm(left.mT, right, out_dtype=torch.float32)
     return torch.bmm(left.mT, right).float()
 
