@@ -99,8 +99,8 @@ def epsilon_lower_bound(
 
     The search tests multiples of 0.05 up to the first one with a p-value above ``1 - confidence``,
     and refines the last interval by bisection. So the result exceeds the epsilon of a private run
-    with a probability of at most ``1 - confidence``, in (0, 1). The other arguments are those of
-    ``p_value``.
+    with a probability of at most ``1 - confidence``, in (0, 1). ``p_value`` explains the
+    other arguments.
 
     >>> round(epsilon_lower_bound(correct=95, guesses=100, canaries=1000, delta=1e-5), 2)
     2.17
