@@ -352,7 +352,7 @@ def test_the_command_names_the_projection_and_the_factors(
 def test_the_command_fails_where_the_claim_is_refuted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["audit", "--canaries", "4000", "--max_steps", "1", "--eps", "1"]
+    command = ["audit", "--canaries", "4000", "--guesses", "400", "--max_steps", "1", "--eps", "1"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"]
