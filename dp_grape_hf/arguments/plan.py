@@ -207,6 +207,20 @@ class PrivacyPlan:
             coefficients=coefficients,
         )
 
+    @property
+    def share_of_rates(self) -> float:
+        """The factor of the learning rates that the package chooses, from 1/2 to 1.
+
+        An earlier run found the same weights with some precision p, and this run finds them with
+        its own precision r (`Mechanism.precision`). The best mean of both gives this run the weight
+        ``r / (p + r)``. The earlier run may have had another task, so the factor is 1/2 or more.
+        """
+        if self._earlier is None:
+            return 1.0
+        before = sum(run.mechanism.precision(run.steps) for run in self._earlier.ledger.runs)
+        own = self.mechanism.precision(self.steps)
+        return max(0.5, own / (before + own)) if before else 1.0
+
     def _curve_of_run(self) -> EpsilonCurve:
         """Return epsilon as a function of this run's steps, including earlier releases."""
         delta = self.args.target_delta

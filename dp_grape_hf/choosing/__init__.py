@@ -18,6 +18,7 @@ from dp_grape_hf.choosing.parts import (
     LastLayer as LastLayer,
     average_at_first as average_at_first,
     clipped_apart as clipped_apart,
+    is_new as is_new,
     is_new_at_first as is_new_at_first,
     is_pretrained as is_pretrained,
     last_layer as last_layer,

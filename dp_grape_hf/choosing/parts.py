@@ -201,6 +201,12 @@ def average_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) ->
     return next(name for name, module in model.named_modules() if module is last)
 
 
+def is_new(model: Any, output: nn.Module) -> bool:
+    """Return whether the layer that computes the logits is a new head: its bias is zero."""
+    bias = getattr(output, "bias", None)
+    return bias is not None and not bias.any() and output_embeddings(model) is not output
+
+
 @torch.no_grad()
 def is_new_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> bool:
     """Return whether a head is new and reads the first position of a pretrained text encoder.
@@ -210,9 +216,8 @@ def is_new_at_first(model: Any, output: nn.Module, batch: Mapping[str, Any]) -> 
         output: the layer that computes the logits.
         batch: public inputs.
     """
-    bias, body = getattr(output, "bias", None), _body(model)
-    is_new = bias is not None and not bias.any() and output_embeddings(model) is not output
-    if body is None or not is_new or not is_pretrained(model):
+    body = _body(model)
+    if body is None or not is_new(model, output) or not is_pretrained(model):
         return False
     return _reads_first(model, body, output, batch)
 

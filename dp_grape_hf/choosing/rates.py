@@ -78,6 +78,8 @@ class Setting(NamedTuple):
     runs: bool  # whether the model can be run on public inputs
     has_head: bool  # whether the model returns the output of its last linear layer
     regresses: bool  # whether the labels are numbers
+    # factor of the chosen rates, which is below 1 for a model that earlier private runs trained
+    share: float = 1.0
 
     @property
     def steps(self) -> float:
@@ -225,7 +227,7 @@ def measure(
             norm = DRIFT * math.sqrt(_squared(noise))
             walked = math.sqrt(sum(_lifted(own) * own.walk**2 for own in noise.values()))
             bound = _Bound.lower(norm / walked, norm / _step_of_signal(noise, setting))
-        rates = setting.at(noise, bound.rate)
+        rates = setting.at(noise, bound.rate * setting.share)
         return Rates(rates, _of_weights(noise, rates, setting, bound.limit), None, setting.fresh)
     features = _Features(model, last.module, [*batches], body)
     for_all = _of_fresh(model, noise, setting) if chosen_fresh else None
@@ -241,7 +243,7 @@ def _settled(
     if setting.given is not None:
         return {n: setting.given[n] for n in part}, GIVEN
     lower = for_all or bound()
-    return setting.at(part, lower.rate), lower.limit
+    return setting.at(part, lower.rate * setting.share), lower.limit
 
 
 def _body(

@@ -241,6 +241,15 @@ class Mechanism(Record):
         sigma, q, adjacency = self.noise_multiplier, self.sample_rate, self.adjacency
         return Releases(sigma, q, steps, adjacency=adjacency, bands=len(self.bands))
 
+    def precision(self, steps: int) -> float:
+        """Return how precisely ``steps`` releases show the mean of clipped gradients: 1 / variance.
+
+        The unit is 1 / C^2. With bands, a noise of sigma in each release adds up to about
+        ``sigma sqrt(steps) / sum(bands)``.
+        """
+        sigma = self.noise_multiplier / sum(self.bands)
+        return self.expected_batch_size**2 * steps / sigma**2 if sigma else math.inf
+
     def counted(self, sessions: Iterable[int]) -> int:
         """Return the number of steps to account for, given the number of releases of each session.
 

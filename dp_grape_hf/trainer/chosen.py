@@ -28,6 +28,7 @@ from dp_grape_hf.choosing import (
     Setting,
     average_at_first,
     clipped_apart,
+    is_new,
     is_new_at_first,
     is_pretrained,
     last_layer,
@@ -64,6 +65,7 @@ class Parts(NamedTuple):
     measured: bool = True  # whether the model can be run on synthetic inputs
     reads_first: bool = False  # whether a new head reads only the first position of a text
     has_head: bool = True  # whether the last linear layer computes the model's outputs
+    new_head: bool = False  # whether it is new, so that no earlier run has trained it
 
 
 class Choices(NamedTuple):
@@ -156,7 +158,10 @@ def choose_parts(
             together = not last.is_head or args.gradient_factors is not None
             head = None if together else clipped_apart(model, last.name)
             return Parts(
-                pretrained, frozen, averaged, head, reads_first=reads_first, has_head=last.is_head
+                *(pretrained, frozen, averaged, head),
+                reads_first=reads_first,
+                has_head=last.is_head,
+                new_head=last.is_head and is_new(model, last.module),
             )
 
     parts = from_first(decide)
@@ -273,7 +278,12 @@ def _setting_of(run: PrivateRun, plan: PrivacyPlan, parts: Parts | None) -> Sett
         runs=parts.measured,
         has_head=parts.has_head,
         regresses=getattr(run.per_sample.loss, "regresses", False),
+        share=_share(plan, parts),
     )
+
+
+def _share(plan: PrivacyPlan, parts: Parts) -> float:
+    return 1.0 if parts.new_head else plan.share_of_rates
 
 
 def _stored_or_measured(run: PrivateRun, setting: Setting, inputs: Batches) -> Rates:
@@ -300,6 +310,8 @@ def table_of(rates: Rates, run: PrivateRun, plan: PrivacyPlan, parts: Parts | No
     notes = []
     if parts is not None and parts.averaged is not None:
         notes.append(f"The head is new. {parts.averaged}, its input, becomes an average.")
+    if parts is not None and (share := _share(plan, parts)) < 1:
+        notes.append(f"Continues a private model: {share:.2g} of the learning rates of a new one.")
     parameters = list(run.model.parameters())
     if frozen := sum(not p.requires_grad for p in parameters):
         notes.append(f"{frozen} of {len(parameters)} parameters are frozen.")

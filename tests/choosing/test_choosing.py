@@ -3,6 +3,7 @@ given."""
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from dp_grape_hf.accounting import usual_batch_size
+from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.choosing import (
     Setting,
     average_at_first,
@@ -40,11 +42,12 @@ from dp_grape_hf.choosing import (
 )
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import RewardLoss, loss_for
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Earlier, Ledger
 from dp_grape_hf.projections import on_inputs
 from tests.support.choosing import WORDS, examples, trainer_of
+from tests.support.ledgers import MECHANISM, ledger_of
 from tests.support.marks import slow_but
-from tests.support.trainers import Examples
+from tests.support.trainers import Examples, make_args
 
 WIDTH = 16
 
@@ -472,6 +475,41 @@ def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path: Path
     assert all(module.training for module in trainer.model.modules())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+
+
+def test_a_continued_model_moves_by_half_as_much(tmp_path: Path) -> None:
+    """Two equal runs find the weights equally well, so the second one moves by half as much."""
+    first = trainer_of(tmp_path / "first", pretrained(tmp_path / "base"))
+    first.train()
+    first.save_model()
+    for size, share in ((0.1, 0.5), (0.0, 1.0)):  # of the biases of the head
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "first")
+        model.classifier.bias.data.fill_(size)
+        second = trainer_of(tmp_path / str(size), model, earlier_data="other")
+        second.start()
+        assert second.rates.head.effect == pytest.approx(1.2 * share, rel=1e-3)
+        assert second.rates.body.effect == pytest.approx(0.6 * share, rel=0.15)
+        assert ("Continues a private model: 0.5" in second.suggestion()) == (share < 1)
+
+
+@pytest.mark.parametrize(
+    ("steps", "sigma", "share"), [(0, 1.5, 1.0), (1, 1.5, 0.8), (1, 3.0, 16 / 17), (100, 1.5, 0.5)]
+)
+def test_a_run_counts_as_much_as_its_precision(
+    steps: int, sigma: float, share: float, tmp_path: Path
+) -> None:
+    """With four releases of B = 64 and sigma = 1.5, after the releases of an earlier run."""
+    earlier = Earlier(ledger_of(steps, replace(MECHANISM, noise_multiplier=sigma)), "a file", False)
+    of_run: dict[str, Any] = {"noise_multiplier": 1.5, "expected_batch_size": 64, "max_steps": 4}
+    args = make_args(tmp_path, **of_run, target_delta=1e-5)
+    assert PrivacyPlan(args, 1024, earlier).share_of_rates == pytest.approx(share)
+
+
+def test_bands_raise_the_precision_of_their_sum() -> None:
+    bands = {"noise": "banded", "coefficients": "[0.8, 0.6]"}
+    plain, banded = MECHANISM.precision(8), replace(MECHANISM, **bands).precision(8)
+    assert plain == pytest.approx(64**2 * 8 / 1.5**2)
+    assert banded == pytest.approx(1.4**2 * plain)
 
 
 def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
