@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from ot.gaussian import bures_wasserstein_distance
 from sklearn.feature_extraction.text import HashingVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedKFold, cross_val_predict
@@ -23,6 +24,7 @@ from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
 
 HASHES = 512
 FOLDS = 5
+_LEAST_VARIANCE = 1e-8  # added in each direction, as rounding makes some variances negative
 
 Vectors = NDArray[np.float64]
 
@@ -72,16 +74,11 @@ def frechet_distance(one: Vectors, other: Vectors) -> float:
     """Return the squared Fréchet distance of the Gaussians with the moments of two samples.
 
     It grows when samples shrink, so compare distances of samples of the same sizes only. Source:
-    Heusel et al. 2017, equation 6.
+    Heusel et al. 2017, equation 6; POT has it as the Bures-Wasserstein distance.
     """
-    (mean, covariance), (mean_, covariance_) = (
-        (vectors.mean(0), np.cov(vectors, rowvar=False)) for vectors in (one, other)
-    )
-    values, directions = np.linalg.eigh(covariance)
-    root = (directions * np.sqrt(values.clip(0))) @ directions.T
-    shared = np.sqrt(np.linalg.eigvalsh(root @ covariance_ @ root).clip(0)).sum()
-    apart = np.square(mean - mean_).sum()
-    return float(apart + np.trace(covariance) + np.trace(covariance_) - 2 * shared)
+    least = _LEAST_VARIANCE * np.eye(one.shape[1])
+    covariances = [np.cov(vectors, rowvar=False) + least for vectors in (one, other)]
+    return float(bures_wasserstein_distance(one.mean(0), other.mean(0), *covariances)) ** 2
 
 
 # ---- Classifiers of embeddings ----

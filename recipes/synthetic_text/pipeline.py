@@ -79,6 +79,7 @@ class SyntheticTextArguments:
     texts_per_label: int = HfArg(default=500, help="Texts to generate for a label.")
     temperature: float = HfArg(default=1.0, help="Of sampling.")
     top_p: float = HfArg(default=0.95, help="Of sampling (nucleus).")
+    vllm: bool = HfArg(default=False, help="Sample with vLLM, which must be installed.")
     min_words: int = HfArg(default=3, help="Shorter texts are dropped.")
     agreement: bool = HfArg(
         default=True, help="Drop texts to which a classifier of the other ones gives another label."
@@ -102,7 +103,7 @@ def main(script: SyntheticTextArguments, args: DPGrapeSFTConfig) -> dict[str, An
             return {}
         args = trainer.args  # with the options that the run chose
     ledger = source / LEDGER_NAME
-    generated = generate(script, args, source)
+    generated = (generate_by_vllm if script.vllm else generate)(script, args, source)
     kept, counts = filtered(generated, script)
     results = {
         "privacy": spent_of(Ledger.load(ledger)) if ledger.exists() else None,
@@ -218,6 +219,35 @@ def generate(
                 ended = tokenizer.eos_token_id in ids
                 found.append({"text": text, "label": label, "ended": ended})
     return found
+
+
+def generate_by_vllm(
+    script: SyntheticTextArguments, args: DPGrapeSFTConfig, source: Path
+) -> list[dict[str, Any]]:
+    """Sample as ``generate`` does, with vLLM."""
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    options: dict[str, Any] = {"model": str(source)}
+    adapter = None
+    if script.lora_rank is not None:
+        rank = max(8, 2 ** math.ceil(math.log2(script.lora_rank)))  # vLLM reserves such ranks
+        options = {"model": script.model_name_or_path, "enable_lora": True, "max_lora_rank": rank}
+        adapter = LoRARequest("private", 1, str(source))
+    sampling = SamplingParams(
+        n=script.texts_per_label,
+        temperature=script.temperature,
+        top_p=script.top_p,
+        max_tokens=args.max_length,
+        seed=args.seed,
+    )
+    codes = codes_of(script)
+    outputs = LLM(**options).generate([*codes.values()], sampling, lora_request=adapter)
+    return [
+        {"text": one.text.strip(), "label": label, "ended": one.finish_reason == "stop"}
+        for label, output in zip(codes, outputs, strict=True)
+        for one in output.outputs
+    ]
 
 
 def filtered(

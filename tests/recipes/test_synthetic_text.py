@@ -1,7 +1,9 @@
 """Synthetic text: what the filters keep, what the card promises, and the whole recipe offline."""
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,6 +87,44 @@ def test_labels_must_be_declared(folder: Path) -> None:
     script.labels = LABELS[:1]
     with pytest.raises(ValueError, match="other labels than 0 to 0"):
         pipeline.real_texts(script, "train")
+
+
+# ---- Sampling ----
+
+
+@pytest.mark.parametrize("rank", [None, 6])
+def test_vllm_samples_as_many_texts_of_each_label(
+    rank: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for vLLM, which needs a GPU."""
+    seen: dict[str, Any] = {}
+
+    class Engine:
+        def __init__(self, **options: Any) -> None:
+            seen.update(options)
+
+        def generate(self, prompts: list[str], sampling: Any, lora_request: Any) -> Any:
+            seen["lora"] = lora_request
+            ends = ["stop", "length"] * (sampling.n // 2)
+            return [
+                SimpleNamespace(
+                    outputs=[SimpleNamespace(text=f" {p}", finish_reason=e) for e in ends]
+                )
+                for p in prompts
+            ]
+
+    vllm = SimpleNamespace(LLM=Engine, SamplingParams=lambda **options: SimpleNamespace(**options))
+    request = SimpleNamespace(LoRARequest=lambda *options: options)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.lora", SimpleNamespace(request=request))
+    monkeypatch.setitem(sys.modules, "vllm.lora.request", request)
+    script, args = parse(folder, vllm=True, lora_rank=rank, control_codes=None)
+    found = pipeline.generate_by_vllm(script, args, folder / "out")
+    assert [row["label"] for row in found] == [label for label in LABELS for _ in range(40)]
+    assert found[:2] == [{"text": "w0", "label": "w0", "ended": end} for end in (True, False)]
+    adapter = ("private", 1, str(folder / "out"))
+    model = (folder / "out", None, None) if rank is None else (folder / "model", 8, adapter)
+    assert (Path(seen["model"]), seen.get("max_lora_rank"), seen["lora"]) == model
 
 
 # ---- Filters ----
