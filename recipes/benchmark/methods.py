@@ -110,11 +110,13 @@ class PrivateTraining:
     def __init__(
         self, model: nn.Module, setting: Setting, batch: Batch, folder: Path, **options: Any
     ) -> None:
-        size = DATASET_SIZE
-        if "noise" in options:  # eight bands
+        size, chosen = DATASET_SIZE, options.get("learning_rate", LEARNING_RATE) is None
+        if chosen or "noise" in options:  # bands are made for a target
             size = round(setting.batch_size / 0.064)
             options |= {"target_epsilon": 4.0, "max_steps": 200}
             options |= {"noise_multiplier": None, "accountant": "pld"}
+        if chosen:
+            _look_pretrained(model)
         examples = [{key: value[0] for key, value in batch.items()}] * size
         trainer: Any = trainer_of(model, setting, folder, examples, private=True, **options)
         self.trainer, self.model = trainer, trainer.start()
@@ -127,6 +129,14 @@ class PrivateTraining:
         self.trainer.lr_scheduler.step()
         self.model.zero_grad()
         self.trainer.state.global_step += 1  # the projection is redrawn every F steps
+
+
+@torch.no_grad()
+def _look_pretrained(model: nn.Module) -> None:
+    """Change the weights of norms: by them the package knows pretrained weights."""
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.weight.uniform_(0.9, 1.1)
 
 
 class _Steps(TrainerCallback):
@@ -239,16 +249,24 @@ def adapted(make: Maker, model: Any, setting: Setting, batch: Batch, folder: Pat
 # ---- The table ----
 
 ADAMW, DP_GRAPE, DP_ADAM = "adamw", "dp_grape", "dp_adam"
+CHOSEN, CHOSEN_COMPILED = "dp_grape_chosen", "dp_grape_chosen_compiled"
 PRINCIPAL, CORRELATED = "dp_grape_principal", "dp_grape_correlated"
 COMPILED, PRIVATE_COMPILED = "adamw_compiled", "dp_grape_compiled"
 ADAMW_LORA, DP_LORA = "adamw_lora", "dp_lora"
 OPACUS = OPACUS_HOOKS, OPACUS_GHOST = "opacus_hooks", "opacus_ghost"
 RANDOM = {"projection": "gaussian"}
 MEASURED = {"projection": "principal", "projection_rank": 4}
+NOTHING_SET = {"learning_rate": None, "projection_rank": None}
 METHODS = {
     ADAMW: Method("Trainer, AdamW (not private)", PlainTraining),
     COMPILED: Method(
         "Trainer, AdamW, torch_compile", partial(PlainTraining, torch_compile=True), usual=False
+    ),
+    CHOSEN: Method("DPGrapeTrainer, nothing set", partial(PrivateTraining, **NOTHING_SET)),
+    CHOSEN_COMPILED: Method(
+        "DPGrapeTrainer, nothing set, torch_compile",
+        partial(PrivateTraining, torch_compile=True, **NOTHING_SET),
+        usual=False,
     ),
     DP_GRAPE: Method("DPGrapeTrainer", partial(PrivateTraining, **RANDOM)),
     PRIVATE_COMPILED: Method(
