@@ -20,6 +20,7 @@ import configparser
 import contextlib
 import importlib.util
 import io
+import math
 import re
 import runpy
 import shlex
@@ -46,7 +47,7 @@ from transformers import (
 )
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments
-from dp_grape_hf.accounting import ACCOUNTANTS
+from dp_grape_hf.accounting import ACCOUNTANTS, Adjacency, find_noise_multiplier
 from dp_grape_hf.cli.main import COMMANDS, main
 from tests.support.hub_server import TOKEN, serve_as_the_hub
 from tests.support.marks import slow_but
@@ -478,6 +479,42 @@ def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
     assert accountants == ACCOUNTANTS.keys(), "add a line to the page of accounting"
     commands = {name.split()[1] for name in first_column("dp_grape_hf/cli/README.md", "Command")}
     assert commands == COMMANDS.keys(), "add a line to the page of cli"
+
+
+def rows_of(page: str, header: str) -> list[list[str]]:
+    """The cells of the table that begins with these titles."""
+    (table,) = re.findall(rf"^\| {header} .*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.M)
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_table_of_replace_one_is_what_the_package_computes() -> None:
+    rows = rows_of("dp_grape_hf/accounting/README.md", r"N \| Expected batch size \| Steps")
+    for size, batch, steps, epsilon, *said in rows:
+        adding, replacing = (
+            find_noise_multiplier(
+                target_epsilon=float(epsilon),
+                target_delta=1e-5,
+                sample_rate=int(batch) / int(size),
+                steps=int(steps),
+                adjacency=adjacency,
+            )
+            for adjacency in Adjacency
+        )
+        assert said == [f"{replacing:.2f}", f"{replacing / adding:.2f}"]
+
+
+def test_the_table_of_bets_is_what_its_formulas_say() -> None:
+    for epsilon, *said in rows_of("recipes/guide/epsilon.md", r"ε \| .+ \| An even bet"):
+        odds = math.exp(float(epsilon))
+        values = odds, odds / (1 + odds), odds / (99 + odds), odds / 1000
+        for cell, value in zip(said, values, strict=True):
+            if cell == "no bound":
+                assert value > 1
+                continue
+            number = cell.removesuffix(" %").replace(",", "")
+            places = len(number.partition(".")[2])
+            assert float(number) == round(value * (100 if "%" in cell else 1), places)
 
 
 def test_the_first_page_leads_to_every_other() -> None:

@@ -108,7 +108,8 @@ def label_words(task: Task, tokenizer: Any) -> list[int]:
     unknown = tokenizer.unk_token_id
     if wrong := [word for word, ids in found.items() if len(ids) != 1 or ids == [unknown]]:
         raise ValueError(
-            f"The tokenizer has no single token for the label words {wrong} of this task."
+            f"The tokenizer has no single token for the label words {wrong} of this task, with a "
+            "space before them. Take a model whose tokenizer has them, or --head classification."
         )
     return [ids[0] for ids in found.values()]
 

@@ -118,6 +118,7 @@ loading come on top.
 """
 
 TABLES: Mapping[str, Callable[[Path], str]] = {
+    "adapter-rules": _of("studies/results/adapters.json", studies.adapter_rules),
     "allocation": _of("studies/results/allocation.json", studies.allocation),
     "head-texts": _of("studies/results/head_texts.json", studies.head_texts),
     "pairs-head": _of("studies/results/pairs_head.json", studies.pairs_head),

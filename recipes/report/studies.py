@@ -54,6 +54,21 @@ def head_texts(record: Mapping[str, Any]) -> str:
     )
 
 
+def adapter_rules(record: Mapping[str, Any]) -> str:
+    """Return the accuracy of LoRA by update rule, of runs that differ in nothing else."""
+    rules: dict[str, dict[str, dict[int, float]]] = {}
+    for run in record["runs"]:
+        if (run["method"], run["epsilon"]) == ("LoRA", 4.0):
+            task = rules.setdefault(run["task"], {"adam": {}, "momentum": {}})
+            task[run["update_rule"]][run["seed"]] = run["accuracy"]
+    rows = []
+    for task, found in rules.items():
+        gains = [found["momentum"][seed] - adam for seed, adam in found["adam"].items()]
+        of_each = found["adam"].values(), found["momentum"].values(), gains
+        rows.append([task, *(score_text(mean_and_error([*values])) for values in of_each)])
+    return table(["Task", "Adam", "Momentum", "Difference"], rows)
+
+
 def membership(record: Mapping[str, Any]) -> str:
     """Return what attacks found, and in brackets the most that (ε, δ)-privacy allows."""
     attacks = {"loss": "loss threshold", "lira": "LiRA, offline"}
