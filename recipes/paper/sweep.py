@@ -5,7 +5,7 @@
 The file defines the runs:
 
     recipe: roberta
-    arguments: {config: ours, model_name_or_path: ./roberta-large}    # of every run
+    arguments: {config: reference_code, model_name_or_path: ./model}  # of every run
     tasks:                                                            # and the arguments of each
       SST-2: {dataset_path: data/sst2}
       Reviews: {task: SST-2, dataset_path: data/reviews}              # which is made like SST-2

@@ -35,7 +35,7 @@ class Cost:
 _preset = cache(preset_for)
 
 
-class _Plan(Sweep):
+class Plan(Sweep):
     """All runs of a sweep: whatever the search may choose takes as long as what comes first."""
 
     def chosen(self, name: str, task: str) -> tuple[dict[str, Any] | None, int]:
@@ -45,7 +45,7 @@ class _Plan(Sweep):
 def costs(measured: Measured, paper: Spec, sweeps: Mapping[str, Any]) -> Iterator[Cost]:
     """Yields what each row takes of the sweeps, whose configs are given by name."""
     for name, config in sweeps.items():
-        plan = _Plan(config, Path())
+        plan = Plan(config, Path())
         cells = [*plan.search(), *plan.final()]
         for row in config["rows"]:
             own = [cell for cell in cells if cell.row == row]

@@ -31,6 +31,7 @@ from recipes.common.markdown import (
 from recipes.common.sweep import Sweep, first_score
 from recipes.paper import sweep
 from recipes.paper.sweep import title_of
+from recipes.report.hours import Plan
 from recipes.report.tables_gpu import Measured, memory, timings
 
 CONFIGS = Path(sweep.__file__).parent / "configs" / "sweeps"
@@ -50,7 +51,7 @@ Spec = Mapping[str, Any]
 """A part of ``paper_tables.yaml``."""
 Runs = Sequence[Mapping[str, Any]]
 Cells = Mapping[tuple[str, str, str, float | None], list[Mapping[str, Any]]]
-"""Results by method, task, model (where a table has several) and budget."""
+"""Results by method, task, model (where a table has several) and budget; none of planned cells."""
 
 
 def read_paper() -> Spec:
@@ -72,9 +73,13 @@ def our_cells(results: Path) -> Cells:
                 "cells. Move the folder, or run the sweep as it is."
             )
         runs = Sweep(config, folder)
-        for cell in runs.final() if path.stem != RANKS else ():
+        if path.stem == RANKS:
+            continue
+        for cell in Plan(config, folder).final():
+            found.setdefault(sweep.place_of(cell), [])
+        for cell in runs.final():
             if (result := runs.result(cell)) is not None:
-                found.setdefault(sweep.place_of(cell), []).append(result)
+                found[sweep.place_of(cell)].append(result)
     return found
 
 
@@ -172,7 +177,7 @@ def state(ours: Cells, measured: Measured, paper: Spec) -> str:
     for name, spec in paper["tables"].items():
         places = places_of(spec)
         wanted = {(r["method"], *p, r.get("epsilon")) for r, p in product(spec["rows"], places)}
-        found = len(wanted & ours.keys())
+        found = sum(bool(ours.get(place)) for place in wanted)
         cells = f"{NOT_RUN}: " * (not found) + f"{found} of {len(wanted)} cells"
         rows.append([f"`{spec['label']}`", spec["title"], cells])
         label = paper["settings"][name]["label"]
