@@ -10,7 +10,7 @@ gradient need not be stored as one dense tensor per sample:
   embeddings.
 
 The gradient of a weight with several uses (tied, or in a module that runs twice) is the sum over
-its uses. ``GradientSum`` represents it, with cross terms in the norm.
+its uses (``add``). ``GradientSum`` represents the sum of the two forms that are not dense.
 
 Shapes: B samples in the physical batch, T positions sharing the weight, m x n the weight as a
 matrix. All results are float32, for any dtype of the factors.
@@ -156,14 +156,21 @@ class Factored(PerSampleGradient):
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
         if not self._is_short():
-            samples = zip(self.rows.float().split(1), self.cols.float().split(1), strict=True)
-            norms = torch.cat([Factored(*factors).dense().magnitude() for factors in samples])
+            each = zip(self.rows.split(1), self.cols.split(1), strict=True)
+            dense = (Factored(rows.float(), cols.float()).dense() for rows, cols in each)
+            norms = torch.cat([one.magnitude() for one in dense])
             return (norms + _rounding(self.rows.shape[1]) * self.magnitude()).square()
         if self.rows.dtype is not torch.float32 and len(self.rows) > 1:
             # One sample at a time: the float32 copy of a vocabulary's logits is not small.
             each = zip(self.rows.split(1), self.cols.split(1), strict=True)
             return torch.cat([Factored(*factors).squared_norm() for factors in each])
-        return bound(inner(self, self), self.magnitude(), self)
+        grams = (torch.bmm(x.float(), x.float().mT) for x in (self.rows, self.cols))  # (B, T, T)
+        return _bound(reduce(torch.mul, grams).sum((1, 2)), self.magnitude(), self.terms)
+
+    @property
+    def terms(self) -> int:
+        """The number of terms that a Gram matrix's entry and the norm add up."""
+        return self.rows.shape[1] ** 2 + self.rows.shape[2] + self.cols.shape[2]
 
     def magnitude(self) -> Tensor:
         """Return the sum over positions of the norms of their outer products, (B,)."""
@@ -278,7 +285,7 @@ class SparseRows(PerSampleGradient):
 Single = Dense | Factored | SparseRows
 
 
-def bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
+def _bound(squared: Tensor, magnitude: Tensor, terms: int) -> Tensor:
     """Return computed squared norms plus their rounding error, so that no sample exceeds C.
 
     With a norm that is too small, a sample could contribute more than C. By Cauchy-Schwarz, the
@@ -288,9 +295,8 @@ def bound(squared: Tensor, magnitude: Tensor, *parts: Single) -> Tensor:
     Args:
         squared: the computed squared norms, (B,).
         magnitude: ``sum_t |r_t| |c_t|``, (B,).
-        *parts: the gradients, which determine k.
+        terms: k.
     """
-    terms = sum(_number_of_terms(part) for part in parts)
     return squared.clamp(min=0) + _rounding(terms) * magnitude**2
 
 
@@ -340,50 +346,6 @@ def _matmuls() -> list[tuple[Any, list[str]]]:
     return found
 
 
-def _number_of_terms(part: Single) -> int:
-    match part:
-        case Dense(values):
-            return values[0].numel() if len(values) else 0
-        case Factored(rows, cols):
-            return rows.shape[1] ** 2 + rows.shape[2] + cols.shape[2]
-        case SparseRows(indices, values, _):
-            return indices.shape[1] ** 2 + values.shape[2]
-
-
-def inner(left: Single, right: Single) -> Tensor:
-    """Return the Frobenius inner product per sample, (B,); a factored form is not materialised."""
-    order = {Dense: 0, Factored: 1, SparseRows: 2}
-    if order[type(left)] > order[type(right)]:
-        left, right = right, left
-    match left, right:
-        case Dense(), Dense():
-            return (left.values.float().flatten(1) * right.values.float().flatten(1)).sum(1)
-        case Dense(), Factored():
-            m, n = right.rows.shape[-1], right.cols.shape[-1]
-            gradient = left.values.float().reshape(-1, m, n)
-            images = torch.bmm(right.rows.float(), gradient)  # (B, T, n)
-            return (images * right.cols.float()).sum((1, 2))
-        case Dense(), SparseRows():
-            indices = right.indices[:, :, None].expand(right.values.shape)
-            looked_up = left.values.float().gather(1, indices)  # (B, T, n)
-            return (looked_up * right.values.float()).sum((1, 2))
-        case Factored(), Factored():
-            row_gram = torch.bmm(left.rows.float(), right.rows.float().transpose(1, 2))
-            col_gram = torch.bmm(left.cols.float(), right.cols.float().transpose(1, 2))
-            return (row_gram * col_gram).sum((1, 2))  # (B, T, T') each
-        case Factored(), SparseRows():
-            # The rows of the sparse form are one-hot, so the Gram matrix is a look-up.
-            indices = right.indices[:, None, :].expand(-1, left.rows.shape[1], -1)
-            picked = left.rows.float().gather(2, indices)
-            col_gram = torch.bmm(left.cols.float(), right.values.float().transpose(1, 2))
-            return (picked * col_gram).sum((1, 2))  # (B, T, T') each
-        case SparseRows(), SparseRows():
-            same_row = left.indices[:, :, None] == right.indices[:, None, :]  # (B, T, T')
-            gram = torch.bmm(left.values.float(), right.values.float().transpose(1, 2))
-            return (gram * same_row).sum((1, 2))
-    raise AssertionError((type(left), type(right)))
-
-
 def projected(gradient: Single, projector: Projector | None, done: bool = False) -> Single:
     """Return ``P^T G`` or ``G P``, computed from the factors of a gradient G.
 
@@ -415,38 +377,32 @@ def projected(gradient: Single, projector: Projector | None, done: bool = False)
 
 @dataclass(frozen=True)
 class GradientSum(PerSampleGradient):
-    """The sum of gradients of different forms that share one weight."""
+    """The gradient of a table that is looked up and multiplied by, as tied output embeddings."""
 
-    parts: tuple[Single, ...]
+    factored: Factored
+    sparse: SparseRows
+
+    @property
+    def parts(self) -> tuple[Factored, SparseRows]:
+        """Both terms of the sum."""
+        return self.factored, self.sparse
 
     @property
     def shape(self) -> torch.Size:
-        return self.parts[0].shape
+        return self.sparse.shape
 
     def squared_norm(self) -> Tensor:
-        """Return the squared norms of the sum, (B,): the parts' own norms and all cross terms.
+        """Return the squared norms of the sum, (B,): of both terms, and their cross terms.
 
         Guarantee:
             Not too small: the rounding error of a sum whose terms cancel is added.
         """
-        if self._is_converted() and self._samples() > 1:
-            ones = [slice(i, i + 1) for i in range(self._samples())]
-            return torch.cat([self.select(one).squared_norm() for one in ones])
-        total = reduce(torch.add, (inner(part, part) for part in self.parts))
-        for i, left in enumerate(self.parts):
-            for right in self.parts[i + 1 :]:
-                total = total + 2 * inner(left, right)
-        return bound(total, reduce(torch.add, (p.magnitude() for p in self.parts)), *self.parts)
-
-    def _is_converted(self) -> bool:
-        """Return whether norms need float32 copies, which are made for one sample at a time."""
-        return any(
-            isinstance(p, Factored) and p.rows.dtype is not torch.float32 for p in self.parts
-        )
-
-    def _samples(self) -> int:
-        first = self.parts[0]
-        return len(first.rows if isinstance(first, Factored) else first.values)
+        rows, cols, indices = self.factored.rows, self.factored.cols, self.sparse.indices
+        picked = rows.gather(2, indices[:, None, :].expand(-1, rows.shape[1], -1)).float()
+        cross = (picked * torch.bmm(cols.float(), self.sparse.values.float().mT)).sum((1, 2))
+        squared = reduce(torch.add, (part.squared_norm() for part in self.parts)) + 2 * cross
+        terms = self.factored.terms + indices.shape[1] ** 2
+        return _bound(squared, self.factored.magnitude() + self.sparse.magnitude(), terms)
 
     def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
         for part in self.parts:
@@ -456,29 +412,32 @@ class GradientSum(PerSampleGradient):
         return reduce(torch.add, (part.products(factors) for part in self.parts))
 
     def select(self, samples: Tensor | slice) -> GradientSum:
-        return GradientSum(tuple(part.select(samples) for part in self.parts))
+        return GradientSum(self.factored.select(samples), self.sparse.select(samples))
 
 
-def add(uses: Sequence[Single]) -> PerSampleGradient:
+def add(uses: Sequence[Single]) -> Dense | Factored | SparseRows | GradientSum:
     """Return the gradient of a weight, the sum of the gradients of its uses.
 
-    Uses of one form are merged: positions are concatenated, dense values are added. Different forms
-    become parts of a ``GradientSum``.
+    If one of them is dense, so is the sum. Otherwise positions are concatenated.
     """
-    merged: list[Single] = []
-    dense = [use.values for use in uses if isinstance(use, Dense)]
+    if len(uses) == 1:
+        return uses[0]
     factored = [use for use in uses if isinstance(use, Factored)]
     sparse = [use for use in uses if isinstance(use, SparseRows)]
-    if dense:
-        merged.append(Dense(reduce(torch.add, dense)))
-    if len(factored) > 1:
+    if len(factored) + len(sparse) < len(uses):
+        exact = (Factored(use.rows.float(), use.cols.float()) for use in factored)
+        others = (use for use in uses if not isinstance(use, Factored))
+        return Dense(reduce(torch.add, (use.dense().values.float() for use in (*others, *exact))))
+    merged: list[Factored | SparseRows] = []
+    if factored:
         rows, cols = (torch.cat([getattr(u, x) for u in factored], 1) for x in ("rows", "cols"))
-        factored = [Factored(rows, cols)]
-    if len(sparse) > 1:
-        indices, values = (
+        merged.append(Factored(rows, cols))
+    if sparse:
+        where, values = (
             torch.cat([getattr(u, x) for u in sparse], 1) for x in ("indices", "values")
         )
-        sparse = [SparseRows(indices, values, sparse[0].num_rows)]
-    merged.extend(factored)
-    merged.extend(sparse)
-    return merged[0] if len(merged) == 1 else GradientSum(tuple(merged))
+        merged.append(SparseRows(where, values, sparse[0].num_rows))
+    match merged:
+        case [Factored() as product, SparseRows() as look_up]:
+            return GradientSum(product, look_up)
+    return merged[0]

@@ -26,6 +26,7 @@ from dp_grape_hf.gradients.forms import (
     PerSampleGradient,
     Single,
     SparseRows,
+    add,
 )
 from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.projections import Projector
@@ -88,7 +89,7 @@ class UnitSum(PerSampleGradient):
 def _summed(examples: PerSampleGradient, size: int) -> PerSampleGradient:
     """Return the sum of every ``size`` consecutive gradients, in the form that they have."""
     if isinstance(examples, GradientSum):
-        return GradientSum(tuple(_summed_single(part, size) for part in examples.parts))
+        return add([_summed_single(part, size) for part in examples.parts])
     assert isinstance(examples, Single)
     return _summed_single(examples, size)
 

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import Dense, Gradients, PerSampleGradient, make_engine
-from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.gradients.losses.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import add_clipped_sum_, release
@@ -192,7 +192,7 @@ def gradients_of(kind: str, samples: int, seed: int = 0) -> PerSampleGradient:
         "factored": Factored(normal(POSITIONS, ROWS), normal(POSITIONS, COLUMNS)),
         "sparse": SparseRows(indices, normal(POSITIONS, COLUMNS), ROWS),
     }
-    return GradientSum(tuple(forms.values())) if kind == "sum" else forms[kind]
+    return add([forms["factored"], forms["sparse"]]) if kind == "sum" else forms[kind]
 
 
 def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
@@ -205,8 +205,8 @@ def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
             return Factored(rows * shaped, cols)
         case SparseRows(indices, values, num_rows):
             return SparseRows(indices, values * shaped, num_rows)
-        case GradientSum(parts):
-            return GradientSum(tuple(scaled(part, factors) for part in parts))
+        case GradientSum(factored, sparse):
+            return add([scaled(factored, factors), scaled(sparse, factors)])
 
 
 def clipped(gradients: Gradients, bound: float) -> dict[str, Tensor]:
@@ -323,11 +323,11 @@ def cancelling(kind: str, ratio: float) -> Gradients:
     cols = torch.cat([second, second + rest / ratio], 1)
     same_row = torch.zeros(3, 2, dtype=torch.int64)
     far = SparseRows(same_row, torch.cat([second, -second + rest / ratio], 1) * ratio, ROWS)
-    near = Dense(-torch.cat([second * ratio, torch.zeros(3, ROWS - 1, COLUMNS)], 1))
+    near = Factored(-torch.eye(ROWS)[None, :1].expand(3, 1, ROWS), second * ratio)
     weight = {
         "factored": Factored(rows, cols),
         "sparse": far,
-        "sum": GradientSum((near, SparseRows(same_row[:, :1], second * ratio + rest, ROWS))),
+        "sum": GradientSum(near, SparseRows(same_row[:, :1], second * ratio + rest, ROWS)),
     }[kind]
     return {"weight": weight, "bias": Dense(torch.zeros(3, ROWS))}
 
