@@ -9,25 +9,17 @@ Shapes: B examples in the physical batch, U units, whose rows are next to each o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients.engine import Inputs, OuterEngine
 from dp_grape_hf.gradients.flat import FlatGradients
-from dp_grape_hf.gradients.forms import (
-    Dense,
-    Factored,
-    GradientSum,
-    PerSampleGradient,
-    Single,
-    SparseRows,
-    add,
-)
+from dp_grape_hf.gradients.forms import Dense, Factored, GradientSum, PerSampleGradient, SparseRows
 from dp_grape_hf.gradients.rows import batch_size_of
 from dp_grape_hf.projections import Projector
 
@@ -35,76 +27,37 @@ UNIT_OF_ROW = "privacy_unit_of_row"
 """The name of the entry of a physical batch that has the number of each row's unit, (B,)."""
 
 
-@dataclass(frozen=True)
-class UnitSum(PerSampleGradient):
-    """The gradients of units, each the sum of the gradients of consecutive examples.
+def summed(examples: PerSampleGradient, sizes: Sequence[int]) -> PerSampleGradient:
+    """Return the gradients of U units, each the sum of the gradients of consecutive examples.
 
-    The sums are not materialised: the positions of a unit's examples count as positions of one
-    sample, so factored and sparse gradients keep their form.
+    Sums of factored and sparse gradients are not materialised: the positions of a unit's examples
+    become positions of one sample. A smaller unit is filled up with positions of zeros.
+
+    Args:
+        examples: the gradients of B examples.
+        sizes: (U,), number of examples of each unit; the sum is B.
     """
 
-    examples: PerSampleGradient  # the gradients of B examples
-    sizes: tuple[int, ...]  # (U,), number of examples of each unit; the sum is B
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.examples.shape
-
-    def squared_norm(self) -> Tensor:
-        return torch.cat([summed.squared_norm() for summed in self._sums()])
-
-    def add_weighted_sum_(self, total: Tensor, factors: Tensor) -> None:
-        """Add ``sum_u factors[u] * gradient_u`` to ``total``: a unit's examples share a factor."""
-        sizes = torch.tensor(self.sizes, dtype=torch.long, device=factors.device)
-        of_examples = factors.repeat_interleave(sizes, output_size=sum(self.sizes))
-        self.examples.add_weighted_sum_(total, of_examples)
-
-    def products(self, factors: Sequence[Tensor]) -> Tensor:
-        return torch.cat([summed.products(factors) for summed in self._sums()])
-
-    def select(self, samples: Tensor | slice) -> UnitSum:
-        """Return the gradients of the units that a mask or a slice chooses."""
-        sizes = torch.tensor(self.sizes)
-        chosen = torch.zeros(len(self.sizes), dtype=torch.bool)
-        chosen[samples.cpu() if isinstance(samples, Tensor) else samples] = True
-        rows = chosen.repeat_interleave(sizes).nonzero().flatten()
-        return UnitSum(self.examples.select(rows), tuple(sizes[chosen].tolist()))
-
-    def cheapest(self) -> Dense | UnitSum:
-        """Return the sums of dense gradients; other forms are returned unchanged."""
-        if not isinstance(self.examples, Dense):
-            return self
-        sums = [summed.values for summed in self._sums() if isinstance(summed, Dense)]
-        return Dense(sums[0] if len(sums) == 1 else torch.cat(sums))
-
-    def _sums(self) -> Iterator[PerSampleGradient]:
-        """Yield the sums of consecutive units of equal size, without copies of factors."""
-        first = 0
-        for size, group in groupby(self.sizes):
-            last = first + sum(group)
-            yield _summed(self.examples.select(slice(first, last)), size)
-            first = last
-
-
-def _summed(examples: PerSampleGradient, size: int) -> PerSampleGradient:
-    """Return the sum of every ``size`` consecutive gradients, in the form that they have."""
-    if isinstance(examples, GradientSum):
-        return add([_summed_single(part, size) for part in examples.parts])
-    assert isinstance(examples, Single)
-    return _summed_single(examples, size)
-
-
-def _summed_single(examples: Single, size: int) -> Single:
-    def joined(positions: Tensor) -> Tensor:  # (B, T, ...) -> (U, size T, ...)
-        return positions.unflatten(0, (-1, size)).flatten(1, 2)
+    def joined(positions: Tensor) -> Tensor:  # (B, T, ...) -> (U, most examples * T, ...)
+        return pad_sequence(positions.split([*sizes]), batch_first=True).flatten(1, 2)
 
     match examples:
         case Dense(values):
-            return Dense(values.float().unflatten(0, (-1, size)).sum(1))
+            total = values.new_zeros(len(sizes), *values.shape[1:], dtype=torch.float32)
+            return Dense(total.index_add_(0, _units(sizes, values.device), values.float()))
         case Factored(rows, cols):
             return Factored(joined(rows), joined(cols))
         case SparseRows(indices, values, num_rows):
             return SparseRows(joined(indices), joined(values), num_rows)
+        case GradientSum(factored, sparse):
+            both = summed(factored, sizes), summed(sparse, sizes)
+            return GradientSum(*both)  # type: ignore[arg-type]
+    raise AssertionError(type(examples))
+
+
+def _units(sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return the number of the unit of each example, (B,)."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
 
 
 class UnitEngine(OuterEngine):
@@ -133,10 +86,9 @@ def _of_units(gradients: FlatGradients, sizes: tuple[int, ...]) -> FlatGradients
     if all(size == 1 for size in sizes):
         return gradients
     rows, order, others = gradients.flat, list(gradients), gradients.others
-    of_row = torch.tensor([unit for unit, size in enumerate(sizes) for _ in range(size)])
     flat = rows.new_zeros(len(sizes), rows.shape[1])
-    flat.index_add_(0, of_row.to(rows.device), rows)
-    of_units = {name: UnitSum(others.pop(name), sizes).cheapest() for name in list(others)}
+    flat.index_add_(0, _units(sizes, rows.device), rows)
+    of_units = {name: summed(others.pop(name), sizes) for name in list(others)}
     return FlatGradients(gradients.layout, flat, of_units, order)
 
 

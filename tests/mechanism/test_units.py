@@ -15,7 +15,7 @@ from transformers import BertForMultipleChoice
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import ANSWERS, UNIT_OF_ROW, Dense, UnitEngine, flat, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
-from dp_grape_hf.gradients.units import UnitSum
+from dp_grape_hf.gradients.units import summed
 from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
     LogicalBatchCollator,
@@ -258,7 +258,7 @@ def test_every_form_is_seen_by_the_test_above(monkeypatch: pytest.MonkeyPatch) -
     for name, rank in (("roberta-classifier", None), ("opt", None)):
         model, batch = _of_units(name, num_hidden_layers=1)
         _, found = UnitEngine(make_engine("layerwise", model))(batch, projectors_for(model, rank))
-        kinds |= {type(g.examples) if isinstance(g, UnitSum) else type(g) for g in found.values()}
+        kinds |= {type(gradient) for gradient in found.values()}
     assert {Dense, Factored, SparseRows, GradientSum} <= kinds
 
 
@@ -276,19 +276,6 @@ def test_examples_of_several_rows_are_summed_as_well() -> None:
     assert_gradients_equal(found, summed, tolerance=1e-4)  # options cancel
 
 
-def test_a_part_of_the_units_can_be_selected() -> None:
-    model, batch = _of_units("opt", num_hidden_layers=1)
-    _, found = UnitEngine(make_engine("layerwise", model))(batch, {})
-    for mask in ([True, False, True, True], [False, True, False, False]):
-        chosen = torch.tensor(mask)
-        for gradient in found.values():
-            part = gradient.select(chosen)
-            torch.testing.assert_close(part.squared_norm(), gradient.squared_norm()[chosen])
-            factors = torch.rand(4)
-            expected = gradient.weighted_sum(torch.where(chosen, factors, 0.0))
-            torch.testing.assert_close(part.weighted_sum(factors[chosen]), expected)
-
-
 def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
     generator = torch.Generator().manual_seed(0)
     rows, cols = (torch.randn(7, 2, width, generator=generator) for width in (5, 6))
@@ -304,7 +291,7 @@ def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
         }
         kept = {name: e.select(slice(first, None)) for name, e in examples.items()}
         sizes = OF_ROWS[1:] if first else OF_ROWS
-        units: dict[str, Any] = {n: UnitSum(e, sizes).cheapest() for n, e in kept.items()}
+        units: dict[str, Any] = {n: summed(e, sizes) for n, e in kept.items()}
         add_clipped_sum_(total, units, 0.5)
         return total
 
@@ -315,7 +302,7 @@ def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
 def test_where_no_unit_is_finite_the_sum_is_zero() -> None:
     total: dict[str, Tensor] = {}
     examples = Factored(torch.full((7, 2, 5), math.nan), torch.ones(7, 2, 6))
-    add_clipped_sum_(total, {"factored": UnitSum(examples, OF_ROWS)}, 0.5)
+    add_clipped_sum_(total, {"factored": summed(examples, OF_ROWS)}, 0.5)
     assert_same_weights(total, {"factored": torch.zeros(5, 6)})
 
 
