@@ -13,7 +13,7 @@ engine also learns how many rows a tensor has for each sample; later passes must
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -313,6 +313,7 @@ class Sites:
         self._names = names
         self.all: list[Site] = []
         self._mixing: set[Site] = set()  # sites that do not run with a row for each sample
+        self._expanded: list[Site] = []  # sites with an output for all samples, in a pass
         self._find("", model, set())
 
     def __iter__(self) -> Iterator[Site]:
@@ -329,25 +330,27 @@ class Sites:
             UnsupportedModelError: if the gradient of a parameter cannot be separated by sample.
         """
         while True:
-            losses, plain = zip(*(self._observe(run_model, size) for size in (2, 3)), strict=True)
+            self._expanded.clear()
+            try:
+                (losses, two), (_, three) = (self._observe(run_model, size) for size in (2, 3))
+            except (RuntimeError, ValueError, IndexError):
+                if not self._cover_mixing():
+                    if not self._expanded:
+                        raise
+                    last = self._expanded[-1]
+                    self._give_way(_Misfit(last, f"{last.label} {_NOT_EXPANDABLE}"))
+                continue
             if self._cover_mixing():
                 continue
-            calls = plain
-            drafts = {site: replace(site, rows=Rows(), tensors={}) for site in self.all}
-            misfits = self._used_elsewhere(losses[0]) + _misfits(drafts, calls, shapes)
-            broadcast = [site for site in self.all if drafts[site].broadcast]
-            if broadcast and not misfits:  # these outputs get a row per sample in later passes
-                expanded = [self._expanded(run_model, broadcast, some) for some in losses]
-                calls = tuple(some for some in expanded if some is not None)
-                if len(calls) < 2:
-                    misfits = self._not_expandable(run_model, broadcast, losses[1])
-            if not misfits:
-                misfits = _misfits({site: site for site in self.all}, calls, shapes)
+            misfits = self._used_elsewhere(losses)
+            for site in self.all:
+                if reason := _learn(site, two.get(site.path, []), three.get(site.path, []), shapes):
+                    misfits.append(_Misfit(site, reason))
             if not misfits:
                 self._refuse_units_inside()
                 return
             for misfit in misfits:
-                first = plain[0].get(misfit.site.path, [])[:1]
+                first = two.get(misfit.site.path, [])[:1]
                 if misfit.site.is_table and first and not first[0].leading:
                     misfit.site.rule = None  # try the generic rule first
                 else:
@@ -461,44 +464,16 @@ class Sites:
 
     # ---- Sample dimensions, learnt from passes with two batch sizes ----
 
-    def _not_expandable(
-        self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
-    ) -> list[_Misfit]:
-        """Return the sites whose shared output cannot be expanded to a row for each sample.
+    def _observe(self, run_model: RunModel, size: int) -> tuple[Tensor, dict[str, list[_Call]]]:
+        """Run the model; return its losses and the calls of each site, by path.
 
         An output that is computed once for all samples (from broadcast position ids) must have a
-        row for each sample, so the engine expands it. Some models fail with such an output, because
-        they repeat the row themselves or expect other shapes. The engine tries it.
-        """
-        failing = [site for site in sites if self._expanded(run_model, [site], losses) is None]
-        return [
-            _Misfit(
-                site,
-                f"{site.label} computes an output once for all samples, and the model does not "
-                "accept one row per sample in its place, so its calls do not separate the samples.",
-            )
-            for site in failing or sites
-        ]
-
-    def _expanded(
-        self, run_model: RunModel, sites: Sequence[Site], losses: Tensor
-    ) -> dict[str, list[_Call]] | None:
-        """Return the calls if these sites give a row per sample; None if the model fails."""
-        try:
-            again, calls = self._observe(run_model, len(losses), sites)
-        except (RuntimeError, ValueError, IndexError):
-            return None
-        return calls if again.shape == losses.shape else None
-
-    def _observe(
-        self, run_model: RunModel, size: int, expanded: Sequence[Site] = ()
-    ) -> tuple[Tensor, dict[str, list[_Call]]]:
-        """Run the model; return its losses and the calls of each site, by path.
+        row for each sample, so it is expanded. Some models fail with such an output, because they
+        repeat the row themselves or expect other shapes.
 
         Args:
             run_model: runs the model.
             size: number of samples.
-            expanded: sites whose outputs of one row are expanded to one row per sample.
         """
         calls: dict[str, list[_Call]] = {}
 
@@ -536,29 +511,14 @@ class Sites:
                 selected=selected,
             )
             calls.setdefault(site.path, []).append(call)
-            return tree_map(partial(_expand, size), output) if site in expanded else output
+            if 1 not in (call.differentiable if site.rule is None else call.leading):
+                return output
+            self._expanded.append(site)
+            return tree_map(partial(_expand, size), output)
 
         running = self.installed(lambda site, original: partial(observe, site, original))
         with running, Selections() as selections:
             return run_model(size), calls
-
-
-def _misfits(
-    learners: Mapping[Site, Site], calls: Sequence[Mapping[str, Sequence[_Call]]], shapes: Shapes
-) -> list[_Misfit]:
-    """Let learners learn from the calls with 2 and 3 samples; return the sites that do not fit.
-
-    Args:
-        learners: site -> the site, or its copy, that stores the results.
-        calls: path -> calls, for 2 and for 3 samples.
-        shapes: of the model's inputs.
-    """
-    misfits = []
-    for site, learner in learners.items():
-        two, three = (some.get(site.path, []) for some in calls)
-        if reason := _learn(learner, two, three, shapes):
-            misfits.append(_Misfit(site, reason))
-    return misfits
 
 
 def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Shapes) -> str | None:
@@ -602,6 +562,11 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
     site.calls = len(two)
     return None
 
+
+_NOT_EXPANDABLE = (
+    "computes an output once for all samples, and the model does not accept one row per sample in "
+    "its place, so its calls do not separate the samples."
+)
 
 _POSITIONS_ALONE = (
     "receives positions that were selected by value (nonzero, a boolean mask), so the sample of "

@@ -243,10 +243,9 @@ class LayerwiseEngine(PerSampleEngine):
             rows = [0, *[sample] * (size - 1)]
             return self.losses(rows_of(inputs, rows))
 
-        if self.skips_unlabelled:  # this pass switches it off if the model does not allow it
-            with evaluating(self.model), torch.no_grad():
-                run_model(2)
         with evaluating(self.model):
+            with torch.no_grad():  # shows errors in the data, and whether positions can be skipped
+                run_model(2)
             self._sites.learn(run_model, shapes_of(inputs))
         self._learnt = True
 
