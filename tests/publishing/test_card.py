@@ -273,10 +273,7 @@ def test_a_private_run_says_epsilon_delta_and_unit() -> None:
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
-    [
-        (NO_NOISE, "noise_multiplier is 0.0"),
-        ({"sampling": "shuffled"}, "shuffled"),
-    ],
+    [(NO_NOISE, "noise_multiplier is 0.0"), ({"sampling": "shuffled"}, "shuffled")],
     ids=str,
 )
 def test_a_run_without_a_guarantee_never_says_private(changes: dict[str, Any], reason: str) -> None:

@@ -35,12 +35,7 @@ from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_a
 from tests.support.ledgers import OF_THE_TRAINER, edit, ledger_of, note_weights
 from tests.support.marks import slow_but
 from tests.support.models import only
-from tests.support.trainers import (
-    assert_same_weights,
-    examples_of,
-    make_trainer,
-    weights_of,
-)
+from tests.support.trainers import assert_same_weights, examples_of, make_trainer, weights_of
 
 pytestmark = [
     # The client's own upload of large files.
@@ -489,10 +484,7 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
 
 
 def test_a_push_that_cannot_begin_is_logged_and_training_continues(
-    hub: Hub,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     original = tempfile.mkdtemp
 

@@ -11,11 +11,7 @@ from transformers import BertConfig, BertModel
 
 from dp_grape_hf import Ledger, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME
-from dp_grape_hf.publishing import (
-    MISMATCH,
-    Publisher,
-    verify,
-)
+from dp_grape_hf.publishing import MISMATCH, Publisher, verify
 from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from tests.support.ledgers import MECHANISM
 

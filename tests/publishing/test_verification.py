@@ -17,16 +17,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification
 
-from dp_grape_hf.accounting import (
-    ACCOUNTANTS,
-    AccountantFailure,
-    calibration,
-    compose_epsilon,
-)
+from dp_grape_hf.accounting import ACCOUNTANTS, AccountantFailure, calibration, compose_epsilon
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
@@ -260,10 +253,7 @@ TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
     "another ledger": (_take_the_ledger_of_another_run, {f"weights: {WEIGHTS}"}),
     "a smaller epsilon": (_on_the_card(EPSILON, "1.000"), CARD | BY_BOTH),
     "a slightly smaller epsilon": (_on_the_card(EPSILON, "5.998"), CARD | {"epsilon by prv"}),
-    "epsilon in the table": (
-        _on_the_card(r"bound\) \| \d\.\d+", "bound) | 0.100"),
-        CARD | BY_BOTH,
-    ),
+    "epsilon in the table": (_on_the_card(r"bound\) \| \d\.\d+", "bound) | 0.100"), CARD | BY_BOTH),
     "epsilon in the metadata": (_on_the_card(r"  epsilon: 5\.999", "  epsilon: 0.1"), CARD),
     "another unit in the metadata": (_on_the_card("unit: example", "unit: user"), CARD),
     "no metadata, and a rule above": (_on_the_card("(?s)---\n.*?\n---\n", "a\n---\n", 1), CARD),

@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.projections import Side
 from dp_grape_hf.projections.seeds import projection_generator
 from recipes.common.provenance import with_adapter
 from recipes.paper.methods import released, whole_batch, zeroth_order
@@ -129,6 +130,14 @@ def along_random_directions() -> Update:
         return moves
 
     return update
+
+
+def test_singular_vectors_are_orthonormal_and_computed_in_float32() -> None:
+    vectors = released.leading_vectors(torch.zeros(6, 16), 3, Side.LEFT)
+    torch.testing.assert_close(vectors.T @ vectors, torch.eye(3))
+    gradient = torch.randn(16, 6).bfloat16()
+    found = [released.leading_vectors(g, 3, Side.RIGHT) for g in (gradient, gradient.float())]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("method", ["adam", "lora"])
