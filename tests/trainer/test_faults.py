@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from dp_grape_hf import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, storage
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import publisher as publisher_module
 from dp_grape_hf.trainer.checkpoints import (
     fault_of_checkpoint,
@@ -108,17 +108,6 @@ def test_a_damaged_file_is_recognised(
     require_whole_checkpoint(run / "checkpoint-2")
     with pytest.raises(PrivacyError, match=rf"checkpoint-4' is not complete: {name}.*pass True"):
         require_whole_checkpoint(run / "checkpoint-4")
-
-
-def test_resuming_uses_the_last_intact_checkpoint_and_counts_all_releases(
-    run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    _halve(run / "checkpoint-4" / "optimizer.pt")
-    resumed = make_trainer(run, **RESUMED)
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == 8
-    assert resumed.ledger.steps == Ledger.load(run / LEDGER_NAME).steps == 4 + 6
-    assert "checkpoint-4 is not complete" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [_halve, Path.unlink])
@@ -235,24 +224,6 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
     resumed.train(resume_from_checkpoint=True)
     made_since = 8 - (4 if last_whole_checkpoint(str(tmp_path)).endswith("4") else 2)
     assert resumed.ledger.steps == 4 + made_since == len(releases)
-
-
-@needs_dev_full
-def test_a_release_that_cannot_be_recorded_is_not_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: Any
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    fill = At(4, lambda: monkeypatch.setattr(storage, "append_line", fail))
-    trainer = make_trainer(tmp_path, callbacks=[fill], **SAVING)
-    weights = weights_of(trainer.model)
-    with pytest.raises((OSError, PrivacyError), match="No space left"):
-        trainer.train()
-    assert len(releases) == 3 == Ledger.load(tmp_path / LEDGER_NAME).steps
-    assert trainer.ledger.steps == 4, "it may have been written: it counts"
-    assert fault_of_checkpoint(tmp_path / "checkpoint-2") == ""
-    assert any(not torch.equal(weights[n], p) for n, p in weights_of(trainer.model).items())
 
 
 def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:

@@ -116,16 +116,6 @@ class BankForSequenceClassification(LaterForSequenceClassification):
         return h if known is None else h + 0.3 * known
 
 
-class CountingForSequenceClassification(LaterForSequenceClassification):
-    """Takes turns, by the number of examples that it has seen."""
-
-    seen = 0
-
-    def coupled(self, h: Tensor) -> Tensor:
-        self.seen += len(h)
-        return h * (1 + self.seen % 2)
-
-
 def text(
     length: int, label: int, *, pad: int = 0, word: int | None = None, seed: int = 0
 ) -> Example:
@@ -285,9 +275,8 @@ def test_one_example_more_moves_the_sum_by_its_bound(
     [
         (LaterForSequenceClassification, "differs from its gradient alone.*Nothing of this step"),
         (BankForSequenceClassification, "changed bank of the model"),
-        (CountingForSequenceClassification, "changed seen of the model"),
     ],
-    ids=["mixes", "bank", "counter"],
+    ids=["mixes", "bank"],
 )
 def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
     model: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -112,68 +112,6 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
     assert promised <= 3.0
 
 
-def _read_noise(trainer: Any, watch: Watch) -> list[dict[str, torch.Tensor]]:
-    """Returns the private gradients as the weights received them, one per step.
-
-    Adam with both decay rates zero and a huge epsilon, equal to the learning rate, subtracts its
-    gradient from the weights.
-    """
-    trainer.add_callback(watch)
-    trainer.train()
-    return [{name: -move for name, move in moves.items()} for moves in watch.moves()]
-
-
-PLAIN_DESCENT = {
-    "adam_beta1": 0.0,
-    "adam_beta2": 0.0,
-    "adam_epsilon": 1e6,
-    "learning_rate": 1e6,
-    "lr_scheduler_type": "constant",
-    "weight_decay": 0.0,
-}
-
-
-def _zeroed(model: torch.nn.Module) -> torch.nn.Module:
-    """Sets the weights to zero, so that small steps are not rounded away."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
-def test_the_noise_of_weights_has_std_sigma_c_over_b(tmp_path: Path) -> None:
-    """Chi-square over 83 coordinates of 40 steps; it rejects a factor of 1.07 or more.
-
-    False alarm: below 1e-6 (five standard deviations, normal approximation), for the whole and
-    for every tensor.
-    """
-    steps, sigma, clip = 40, 0.3, 4.0
-    trainer = make_trainer(
-        tmp_path,
-        model=_zeroed(make_trainer(tmp_path).model),
-        compute_loss_func=no_loss,
-        noise_multiplier=sigma,
-        max_grad_norm=clip,
-        per_device_train_batch_size=3,
-        expected_batch_size=8,
-        max_steps=steps,
-        projection="identity",
-        **PLAIN_DESCENT,
-    )
-    noise = _read_noise(trainer, Watch())
-    std = sigma * clip / 8
-    assert len(noise) == steps
-    for name in noise[0]:
-        z = torch.stack([n[name] for n in noise]).double() / std
-        assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
-        assert abs(z.sum()) < 5 * math.sqrt(z.numel())
-    z = torch.cat([value.flatten() for n in noise for value in n.values()]).double() / std
-    assert abs(z.square().sum() - z.numel()) < 5 * math.sqrt(2 * z.numel())
-    # Consecutive steps share nothing: their correlation is that of independent draws.
-    first, second = (z.view(steps, -1)[part] for part in (slice(None, -1), slice(1, None)))
-    assert abs((first * second).sum()) < 5 * math.sqrt(first.numel())
-
-
 # ---- Secrets ----
 
 
