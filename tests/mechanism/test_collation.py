@@ -279,20 +279,6 @@ def test_coins_are_fresh_whatever_seed_is_set() -> None:
     assert _states()[1:] == before[1:]
 
 
-def test_masks_are_an_examples_own() -> None:
-    """A masking collator tosses for an example and its companion, and for nobody else."""
-    collator = DataCollatorForLanguageModeling(tokenizer(), mlm_probability=0.5)
-    collate = LogicalBatchCollator(collator, 100, seeds=collation.repeatable_seeds)
-    of_first = []
-    for others in ([], [text(30, 1)], [text(3, i) for i in range(9)]):
-        torch.manual_seed(3)
-        rows = rows_of(collate([text(12, 0), *others]))
-        of_first += [row["labels"] for row in rows if len(row["labels"]) == 12]
-    assert of_first[0] == of_first[1] == of_first[2]
-    of_equal_texts = [str(row["labels"]) for row in rows_of(collate([text(12, 0)] * 3))]
-    assert len(set(of_equal_texts)) == 3
-
-
 def test_a_collators_random_draw_is_made_for_each_example() -> None:
     def crops(examples: list[Example]) -> dict[str, Tensor]:
         start = int(torch.randint(8, ()))

@@ -22,6 +22,7 @@ from dp_grape_hf.gradients.losses.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import add_clipped_sum_, release
 from tests.models.matrix import projectors_for
+from tests.support.gradients import COLS, FORMS, ROWS
 from tests.support.mechanism import (
     MECHANISM,
     ROUNDING,
@@ -175,24 +176,7 @@ def test_a_non_finite_norm_in_one_group_drops_the_sample() -> None:
 
 # ---- The contribution of one example ----
 
-each_kind = pytest.mark.parametrize("kind", ["dense", "factored", "sparse", "sum"])
-POSITIONS, ROWS, COLUMNS = 3, 7, 5
-
-
-def gradients_of(kind: str, samples: int, seed: int = 0) -> PerSampleGradient:
-    """Returns random gradients (B, m, n) in some form; positions may name a row twice."""
-    g = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(samples, *shape, generator=g)
-
-    indices = torch.randint(0, ROWS, (samples, POSITIONS), generator=g)
-    forms = {
-        "dense": Dense(normal(ROWS, COLUMNS)),
-        "factored": Factored(normal(POSITIONS, ROWS), normal(POSITIONS, COLUMNS)),
-        "sparse": SparseRows(indices, normal(POSITIONS, COLUMNS), ROWS),
-    }
-    return add([forms["factored"], forms["sparse"]]) if kind == "sum" else forms[kind]
+each_kind = pytest.mark.parametrize("kind", [*FORMS, "sum"])
 
 
 def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
@@ -209,20 +193,20 @@ def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
             return add([scaled(factored, factors), scaled(sparse, factors)])
 
 
-def clipped(gradients: Gradients, bound: float) -> dict[str, Tensor]:
-    total = {"weight": torch.zeros(ROWS, COLUMNS), "bias": torch.zeros(ROWS)}
-    add_clipped_sum_(total, gradients, bound)
-    return total
-
-
 def pair(kind: str, factors: Sequence[float], seed: int = 0) -> Gradients:
     """Returns the gradients of a weight and a bias, both scaled by one factor per sample."""
-    scale = torch.tensor(factors)
-    bias = torch.randn(len(factors), ROWS, generator=torch.Generator().manual_seed(seed + 1))
-    return {
-        "weight": scaled(gradients_of(kind, len(factors), seed), scale),
-        "bias": Dense(bias * scale[:, None]),
-    }
+    torch.manual_seed(seed)
+    scale, forms = torch.tensor(factors), {name: make() for name, make in FORMS.items()}
+    forms["sum"] = add([forms["factored"], forms["sparse rows"]])
+    weight = forms[kind].select(torch.arange(len(factors)))
+    bias = torch.randn(len(factors), ROWS) * scale[:, None]
+    return {"weight": scaled(weight, scale), "bias": Dense(bias)}
+
+
+def clipped(gradients: Gradients, bound: float) -> dict[str, Tensor]:
+    total = {"weight": torch.zeros(ROWS, COLS), "bias": torch.zeros(ROWS)}
+    add_clipped_sum_(total, gradients, bound)
+    return total
 
 
 @each_kind
@@ -260,7 +244,7 @@ def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> N
 
 def test_expanded_zeros_of_a_left_out_parameter_stay_zero() -> None:
     gradients = pair("dense", [1.0, NAN])
-    zeros = {"left out": Dense(torch.zeros(()).expand(2, ROWS, COLUMNS))}
+    zeros = {"left out": Dense(torch.zeros(()).expand(2, ROWS, COLS))}
     mate = {name: gradient.select(torch.tensor([0])) for name, gradient in gradients.items()}
     total: dict[str, Tensor] = {}
     add_clipped_sum_(total, gradients | zeros, 1.0)
@@ -318,7 +302,7 @@ def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel: float, place:
 
 def cancelling(kind: str, ratio: float) -> Gradients:
     """Returns gradients whose parts are ``ratio`` times longer than their sum."""
-    first, second, rest = torch.randn(3, ROWS, 1), torch.randn(3, 1, COLUMNS), torch.randn(3, 1, 5)
+    first, second, rest = torch.randn(3, ROWS, 1), torch.randn(3, 1, COLS), torch.randn(3, 1, 5)
     rows = torch.cat([first.mT, -first.mT], 1) * ratio
     cols = torch.cat([second, second + rest / ratio], 1)
     same_row = torch.zeros(3, 2, dtype=torch.int64)
@@ -387,7 +371,7 @@ def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
 
 @each_kind
 def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind: str) -> None:
-    engine = make_private(Given(weight=(ROWS, COLUMNS), bias=(ROWS,)))
+    engine = make_private(Given(weight=(ROWS, COLS), bias=(ROWS,)))
     batches = [pair(kind, [1.0, 3.0, 1e-3], seed) for seed in range(3)]
     expected = released(engine, batches)
     with torch.autocast("cpu", torch.bfloat16):

@@ -69,10 +69,6 @@ def test_coins_are_pairwise_independent(dim: int) -> None:
     assert correlations.abs().max() < 6.5 / math.sqrt(4000)
 
 
-def test_q_of_one_draws_everything() -> None:
-    assert list(PoissonBatchSampler(7, 1.0, 3, coins())) == [list(range(7))] * 3
-
-
 def test_drawing_in_pieces_never_changes_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = list(PoissonBatchSampler(1000, 0.1, 5, coins()))
     monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 64)
@@ -235,9 +231,3 @@ def test_loaders_deliver_each_draw_whatever_the_workers(
     assert [batch.num_examples for batch in batches] == [len(draw) for draw in draws]
     flat = [[x for physical in batch for x in physical["x"].tolist()] for batch in batches]
     assert flat == draws
-
-
-def test_single_examples_and_the_length_pass_through() -> None:
-    dataset = EmptyDrawDataset(_arrow())
-    assert len(dataset) == _SIZE
-    assert dataset[3] == {"x": 3}
