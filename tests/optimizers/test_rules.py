@@ -17,6 +17,7 @@ from tests.support.optimizers import (
     Draw,
     assert_same,
     draw,
+    flat_step,
     gradients,
     parameters,
     saved_and_loaded,
@@ -86,23 +87,40 @@ def test_every_rule_is_tested_here() -> None:
     assert all(SETTINGS[name].keys() == rule.settings.keys() for name, rule in UPDATE_RULES.items())
 
 
+def partly_flat_step(optimizer: Any, weights: Any, number: int, projectors: Draw) -> None:
+    """Does what ``step`` does, with other gradients beside the vector at each step."""
+    beside = [(), ("square",), ("vector",), ("vector", "number")][number % 4]
+    flat_step(optimizer, weights, number, projectors, beside)
+
+
+WAYS = {"by name": (step,), "in one vector": (flat_step,), "by turns": (step, partly_flat_step)}
+
+
+@pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_every_step_is_its_definition(rule: str) -> None:
-    """Also where an unchanged P comes as another object, as it does after a resume."""
-    weights = parameters()
-    optimizer = ProjectedOptimizer(
-        weights.values(), 0.1, rule=rule, weight_decay=0.3, **SETTINGS[rule]
-    )
+def test_every_step_is_its_definition(rule: str, ways: str) -> None:
+    """However gradients arrive, and if another optimizer goes on from the state.
+
+    Also where an unchanged P comes as another object, as it does after a resume.
+    """
+    weights, projectors = parameters(), draw(0)
+    settings = {"rule": rule, "weight_decay": 0.3, **SETTINGS[rule]}
+    optimizer = ProjectedOptimizer(weights.values(), 0.1, **settings)
     definition = Definition(rule, 0.1, 0.3)
-    projectors: Draw = {}
     for number in range(4 * EVERY):
         if number < EVERY or number % EVERY == 0:
             projectors = draw(number // EVERY)
-        step(optimizer, weights, number, projectors)
+        WAYS[ways][number % len(WAYS[ways])](optimizer, weights, number, projectors)
         definition.step(number, projectors)
         assert_defined(weights, definition, rtol=2e-5, atol=2e-5)
         counts = {int(optimizer.state[weight]["step"]) for weight in weights.values()}
         assert counts == {definition.count}
+        numbers = sum(gradient.numel() for gradient in gradients(0, projectors).values())
+        assert optimizer.state_bytes() == 4 * numbers * len(UPDATE_RULES[rule].moments)
+        if ways == "by turns":
+            state = saved_and_loaded(optimizer.state_dict())
+            optimizer = ProjectedOptimizer(weights.values(), 0.1, **settings)
+            optimizer.load_state_dict(state)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +148,9 @@ def test_without_projectors_every_step_is_that_of_torch(
         assert_same(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("way", [step, flat_step])
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_separately_stored_updates_equal_the_definition(rule: str) -> None:
+def test_separately_stored_updates_equal_the_definition(rule: str, way: Any) -> None:
     """In a period without rounding; moments, which rounding does not touch, at every step."""
     weights = parameters(torch.bfloat16)
     settings = SETTINGS[rule] | {"weight_decay": 0.3}
@@ -146,7 +165,7 @@ def test_separately_stored_updates_equal_the_definition(rule: str) -> None:
         for name in SIDES:
             optimizer.store_separately(weights[name], projectors[name])
         before = {name: weights[name].detach().clone() for name in SIDES}
-        step(optimizer, weights, number, projectors)
+        way(optimizer, weights, number, projectors)
         definition.step(number, projectors)
         for name in SIDES:
             state = optimizer.state[weights[name]]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dp_grape_hf.gradients import Layout
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections import Projector, Side
 
@@ -47,6 +48,28 @@ def step(
     optimizer.receive(
         {weight: found[name] for name, weight in weights.items()},
         {weights[name]: projector for name, projector in projectors.items()},
+    )
+    optimizer.step()
+
+
+def flat_step(
+    optimizer: ProjectedOptimizer,
+    weights: Parameters,
+    number: int,
+    projectors: Draw | None = None,
+    beside: tuple[str, ...] = (),
+) -> None:
+    """Does what ``step`` does, with all gradients but some in one vector."""
+    projectors = projectors or {}
+    found = gradients(number, projectors)
+    layout = Layout({n: w for n, w in weights.items() if n not in beside}, projectors)
+    flat = torch.zeros(layout.size)
+    for name, place in layout.places.items():
+        place.of(flat).copy_(found[name])
+    optimizer.receive(
+        {weights[name]: found[name] for name in beside},
+        {weights[name]: projector for name, projector in projectors.items()},
+        *(flat, {weights[name]: place for name, place in layout.places.items()}),
     )
     optimizer.step()
 
