@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.errors import PrivacyError
@@ -96,14 +95,24 @@ def spacing(value: Tensor) -> Tensor:
 # ---- The forward pass ----
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize(("name", "engine"), [("gpt2", "layerwise"), ("llama", "functorch")])
+@pytest.mark.parametrize(
+    ("name", "engine", "checkpointed"),
+    [("gpt2", "layerwise", False), ("llama", "functorch", False), ("gpt2", "layerwise", True)],
+)
 def test_both_engines_compute_with_the_weights_and_their_updates(
-    name: str, engine: str, fused: bool
+    name: str, engine: str, checkpointed: bool, fused: bool
 ) -> None:
-    """Losses and per-sample gradients are those of the model with merged weights, in float32."""
+    """Losses and per-sample gradients are those of the model with merged weights, in float32.
+
+    Checkpointed layers have their updates when they run again.
+    """
     case = only(name)
     model, inputs = converted(case.model(), torch.bfloat16), case.batch(3)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        assert model.training
     projectors = projectors_for(model, 8)
     optimizer = adam(model, lr=0.02)
     updates = LowRankUpdates(model, optimizer)
@@ -142,30 +151,8 @@ class Model(nn.Module):
         return self.layers(x)
 
 
-class Checkpointed(Model):
-    def forward(self, x: Tensor) -> Any:
-        return checkpoint(self.layers, x, use_reentrant=False)
-
-
 def squared_outputs(outputs: Tensor, labels: Tensor) -> Tensor:
     return outputs.float().square().mean((1, 2)) * labels
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_checkpointed_layers_have_their_updates_when_they_run_again(fused: bool) -> None:
-    model = Checkpointed(small_model())
-    inputs = {"x": torch.randn(3, 5, 12), "labels": torch.ones(3)}
-    projectors, optimizer, updates = updated(model, lr=0.02)
-    merged = Checkpointed(small_model(torch.float32))
-    merged.load_state_dict(exact(model, optimizer, projectors))
-    model.float()
-    updates.set_projectors(projectors)
-    engine = make_engine("layerwise", model, squared_outputs)
-    if fused:
-        engine.add_branches(updates.branches)
-    _, gradients = engine(inputs, projectors)
-    _, expected = single_sample_gradients(merged, inputs, projectors, squared_outputs)
-    assert_gradients_equal(gradients, expected)
 
 
 def test_a_layer_and_its_branch_share_what_both_need() -> None:
