@@ -81,16 +81,6 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     assert not torch.equal(weights["left"], before["left"])
 
 
-def test_the_grad_attribute_of_a_parameter_is_never_used() -> None:
-    weights, expected = parameters(), parameters()
-    optimizer, reference = ProjectedAdam(weights.values()), ProjectedAdam(expected.values())
-    for weight in weights.values():
-        weight.grad = torch.full_like(weight, 1e6)
-    step(optimizer, weights, 0)
-    step(reference, expected, 0)
-    assert_same(weights, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.3)])
 def test_non_contiguous_and_contiguous_weights_are_updated_alike(
     dtype: torch.dtype, decay: float

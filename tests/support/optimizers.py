@@ -42,7 +42,7 @@ def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
 def step(
     optimizer: ProjectedOptimizer, weights: Parameters, number: int, projectors: Draw | None = None
 ) -> None:
-    """Updates the weights by the gradients of that number."""
+    """Updates the weights by the gradients of that number, which must stay what they are."""
     projectors = projectors or {}
     found = gradients(number, projectors)
     optimizer.receive(
@@ -50,6 +50,7 @@ def step(
         {weights[name]: projector for name, projector in projectors.items()},
     )
     optimizer.step()
+    assert all(torch.equal(g, found[name]) for name, g in gradients(number, projectors).items())
 
 
 def flat_step(
