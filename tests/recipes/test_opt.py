@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.gradients import IGNORE_INDEX, make_engine
 from dp_grape_hf.trainer.callbacks import PRIVATE_LOGS
-from recipes.paper.experiment import accuracy, main, parse
+from recipes.paper.experiment import accuracy, main
 from recipes.paper.opt import ANSWER_GRID, FAMILY, answer_loss, choice_loss, score_answers
 from recipes.paper.opt_scores import generate, mean_f1
 from recipes.paper.opt_tasks import (
@@ -458,23 +458,3 @@ def test_a_killed_run_resumes_and_leaves_a_plain_model(
     assert model.lm_head.weight is model.get_input_embeddings().weight
     asked = AutoTokenizer.from_pretrained(saved)("Answer:", return_tensors="pt")
     assert model.generate(**asked, max_new_tokens=2, do_sample=False).shape[1] > 2
-
-
-# ---- Presets ----
-
-
-@pytest.mark.parametrize(
-    ("config", "model", "method", "asked"),
-    [
-        ("paper", "opt-1.3b", "dpzero", "learning_rate, max_grad_norm, perturbation"),
-        ("paper", "opt-125m", "dp_grape", "max_grad_norm, projection_rank"),
-        ("reference_code", "opt-2.7b", "dpzero", "learning_rate, max_grad_norm"),
-    ],
-)
-def test_a_run_asks_for_what_was_not_published(
-    config: str, model: str, method: str, asked: str
-) -> None:
-    given = ["--use_cpu=True", f"--config={config}", "--task=SST2", f"--method={method}"]
-    given += ["--target_epsilon=6", f"--model_name_or_path=facebook/{model}"]
-    with pytest.raises(ValueError, match=f"does not know {asked} of"):
-        parse(FAMILY, given)

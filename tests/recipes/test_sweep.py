@@ -129,22 +129,6 @@ def test_the_search_is_shown_and_nothing_that_was_not_run(
     ]
 
 
-def test_what_has_a_result_is_not_run_again(tmp_path: Path, runs: Runs) -> None:
-    run(tmp_path)
-    path = tmp_path / "out" / "runs.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    assert len(lines) == len(runs.commands) == 8
-    assert len([*(tmp_path / "out").rglob("result.json")]) == 8
-    path.write_text("".join(lines[1:]))
-    runs.commands.clear()
-    run(tmp_path)
-    assert len(runs.commands) == 1
-    other = CONFIG | {"arguments": CONFIG["arguments"] | {"max_steps": 4}}
-    runs.commands.clear()
-    run(tmp_path, other)
-    assert len(runs.commands) == 8
-
-
 def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path: Path, runs: Runs) -> None:
     run(tmp_path)
     path = tmp_path / "out" / "runs.jsonl"
@@ -158,6 +142,9 @@ def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path: Path, runs: Runs)
         assert run(tmp_path) == 0
     assert [command["seed"] for command in runs.commands] == [last["seed"]]
     assert path.read_text() == whole
+    runs.commands.clear()
+    run(tmp_path, CONFIG | {"arguments": CONFIG["arguments"] | {"max_steps": 4}})
+    assert len(runs.commands) == 8, "with other settings, all are run"
     path.write_text(whole.replace("{", "", 1))
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1, is not JSON"):
         run(tmp_path)
