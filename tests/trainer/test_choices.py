@@ -11,7 +11,6 @@ from transformers import BertForSequenceClassification
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.arguments import plan
-from dp_grape_hf.trainer import mixin
 from dp_grape_hf.trainer.chosen import CHOICES_NAME, Choices
 from tests.support.choosing import EVERY, model_of, saving_trainer_of
 from tests.support.marks import slow_but
@@ -62,27 +61,19 @@ def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_resuming_keeps_the_choices_even_for_another_model(
-    begin: Begin, weights: str, tmp_path: Path
+    begin: Begin, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is loaded from the checkpoint of a fresh model, the other made by ``model_init``."""
+    """One is loaded from the checkpoint of a fresh model, the other made by ``model_init``.
+
+    Also if another version would choose another batch. Nothing is measured: ``test_remembered``.
+    """
     begun = begin(weights)
+    monkeypatch.setattr(plan, "usual_batch_size", lambda *args: 5)
     model: Any = partial(model_of, "fresh")
     if weights == "fresh":
         model = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
     resumed = saving_trainer_of(tmp_path, model)
     assert resumed.plan.mechanism != begun.plan.mechanism
-    resumed.train(resume_from_checkpoint=True)
-    assert choices_of(resumed) == choices_of(begun)
-
-
-def test_nothing_is_chosen_again(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Not even if another version would choose another batch."""
-    begun = begin("fresh")
-    monkeypatch.setattr(plan, "usual_batch_size", lambda *args: 5)
-    resumed = saving_trainer_of(tmp_path, model_of("fresh"))
-    monkeypatch.setattr(mixin, "find_rates", None)
     resumed.train(resume_from_checkpoint=True)
     assert choices_of(resumed) == choices_of(begun)
 

@@ -115,33 +115,29 @@ def test_a_wrong_rule_is_found_despite_pairs_of_equal_texts(
     assert_refused(trainer, r"q_proj\.weight", UnsupportedModelError)
 
 
+SCALED: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
+LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("dpo", {"loss_type": [name], **SCALED}) for name in PREFERENCES},
+    "sum": ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 2.0], **SCALED}),
+    "reward": ("reward", {}),
+    "margins": ("reward", {"center_rewards_coefficient": 0.4}),
+}
+
+
 @pytest.mark.parametrize(
-    "losses", slow_but(("robust", "apo_zero", "sigmoid sft"), [*PREFERENCES, "sigmoid sft"])
+    "name", slow_but(("robust", "apo_zero", "sum", "reward", "margins"), LOSSES)
 )
-def test_every_loss_is_that_of_trl_for_each_pair(losses: str, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
-    settings["loss_weights"] = [0.5, 2.0] if " " in losses else None
-    trainer = on_pairs("dpo", tmp_path, loss_type=losses.split(), **settings)
+def test_every_loss_is_that_of_trl_for_each_pair(name: str, tmp_path: Path) -> None:
+    kind, settings = LOSSES[name]
+    columns = {"margin": [0.1 * i for i in range(12)]} if name == "margins" else {}
+    trainer = on_pairs(kind, tmp_path, train_dataset=pairs(12, **columns), **settings)
     batch = batch_of(trainer)
+    assert ("margin" in batch) == bool(columns)
     trainer.model.eval()
     with torch.no_grad():
         found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, one_by_one(trainer, batch)[0], rtol=1e-4, atol=1e-5)
     assert len(found.unique()) == 4
-
-
-@pytest.mark.parametrize(("margins", "centering"), [(True, 0.4), (False, None)])
-def test_the_loss_of_rewards_knows_margins_and_centering(
-    margins: bool, centering: float | None, tmp_path: Path
-) -> None:
-    columns = {"margin": [0.1 * i for i in range(12)]} if margins else {}
-    data = pairs(12, **columns)
-    trainer = on_pairs("reward", tmp_path, train_dataset=data, center_rewards_coefficient=centering)
-    batch = batch_of(trainer)
-    assert ("margin" in batch) is margins
-    trainer.model.eval()
-    found = trainer.private_run.per_sample.losses(batch)
-    torch.testing.assert_close(found, one_by_one(trainer, batch)[0], rtol=1e-4, atol=1e-5)
 
 
 # ---- Runs ----
