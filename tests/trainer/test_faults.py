@@ -30,11 +30,9 @@ from tests.support.trainers import (
     FEATURES,
     Examples,
     Watch,
-    assert_same_weights,
     make_trainer,
     points,
     trained_in,
-    weights_of,
 )
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
@@ -232,44 +230,8 @@ def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
 
 
-CLIPPED = {
-    "noise_multiplier": 0,
-    "max_grad_norm": 0.5,
-    "num_samples": 24,
-    "expected_batch_size": 24,
-    "per_device_train_batch_size": 7,
-}
-METHODS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "automatic": {"clipping": "automatic"},
-    "dp_adam": {"method": "dp_adam"},
-    "functorch": {"engine": "functorch"},
-    "dpzero": {"method": "dpzero", "learning_rate": 1e-3},
-}
-
-
-@pytest.mark.parametrize("method", slow_but(("flat",), METHODS))
-def test_an_example_without_gradient_counts_as_if_absent(method: str, tmp_path: Path) -> None:
-    """Exactly so: that it was drawn must not show in the release. Without noise, all drawn."""
-    value = float("nan" if method == "flat" else "inf")
-    whole = points(24).examples
-    bad = [{**e, "x": torch.full((FEATURES,), value)} if e["id"] == 5 else e for e in whole]
-    good = [e for e in whole if e["id"] != 5]
-    found = []
-    for name, examples in (("bad", bad), ("good", good)):
-        trainer = make_trainer(
-            tmp_path / name, train_dataset=Examples(examples), **CLIPPED | METHODS[method]
-        )
-        before = weights_of(trainer.model)
-        trainer.train()
-        found.append(weights_of(trainer.model))
-        moved = [not torch.equal(before[n], weight) for n, weight in found[-1].items()]
-        assert all(moved)
-    assert_same_weights(found[0], found[1], atol=2e-5, rtol=0)
-
-
-@pytest.mark.slow
 def test_examples_without_gradients_are_not_used_for_checks(tmp_path: Path) -> None:
+    """Nor do they move the weights: ``test_release``."""
     nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
     nowhere[0] = points(24).examples[0]
     trainer = trained_in(tmp_path, train_dataset=Examples(nowhere))
