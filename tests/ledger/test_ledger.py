@@ -357,34 +357,16 @@ def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
 
 
 OTHER_VALUES: dict[str, Any] = {
-    "noise_multiplier": 1.25,
-    "public_dataset": "sentences, 100 examples",
-    "sample_rate": 0.125,
-    "max_grad_norm": 1.0,
-    "expected_batch_size": 128.0,
-    "num_samples": 1025,
-    "target_epsilon": 7.0,
-    "target_delta": 1e-6,
-    "accountant": "pld",
-    "engine": "functorch",
-    "projection": "gaussian_over_r",
-    "projection_rank": 8,
-    "projection_update_steps": 50,
-    "projection_seed": 1,
-    "projection_device": "cuda",
-    "adjacency": "replace_one",
-    "privacy_unit": "author",
-    "sampling": "shuffle",
-    "method": "dp_adam",
-    "clipping": "automatic",
-    "projection_side": "input",
-    "projection_ranks": '{"body": 4}',
-    "max_examples_per_unit": 4,
-    "noise": "banded",
-    "coefficients": "[0.8, 0.6]",
-    "gradient_factors": '{"head": 4.0}',
-    "clipped_apart": "head",
-    "chosen": "head: learning rate 0.1",
+    **{"noise_multiplier": 1.25, "public_dataset": "sentences, 100 examples", "sample_rate": 0.125},
+    **{"max_grad_norm": 1.0, "expected_batch_size": 128.0, "num_samples": 1025},
+    **{"target_epsilon": 7.0, "target_delta": 1e-6, "accountant": "pld", "engine": "functorch"},
+    **{"projection": "gaussian_over_r", "projection_rank": 8, "projection_update_steps": 50},
+    **{"projection_seed": 1, "projection_device": "cuda", "adjacency": "replace_one"},
+    **{"privacy_unit": "author", "sampling": "shuffle", "method": "dp_adam"},
+    **{"clipping": "automatic", "projection_side": "input", "projection_ranks": '{"body": 4}'},
+    **{"max_examples_per_unit": 4, "noise": "banded", "coefficients": "[0.8, 0.6]"},
+    **{"gradient_factors": '{"head": 4.0}', "clipped_apart": "head"},
+    **{"chosen": "head: learning rate 0.1"},
 }
 
 
@@ -614,46 +596,38 @@ def test_runs_about_different_neighbours_do_not_add_up(change: dict[str, Any]) -
 # ---- Validation ----
 
 
+IMPOSSIBLE: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {
+    (): [("schema_version", 7)],
+    ("entries",): [(0, [])],
+    (0,): [
+        *(("kind", "end"), ("run_id", 5), ("at", ""), ("versions", {"torch": 2})),
+        *(("schema", SCHEMA_VERSION + 1), ("continues", "same data"), ("mechanism", [])),
+    ],
+    (1,): [
+        *(("count", 0), ("count", True), ("noise_multiplier", 100.0), ("sample_rate", 1e-6)),
+        *(("order", 1), ("digest", "1" * 63)),
+    ],
+    (2,): [
+        *(("updates", 21), ("updates", -1)),
+        *(("files", []), ("files", {"model.safetensors": "1" * 63})),
+    ],
+    (4,): [("changes", {"noise_multiplier": "1"}), ("changes", {"accountant": 5})],
+    (6,): [("reason", "")],
+    (0, "mechanism"): [
+        *(("noise_multiplier", -1.5), ("noise_multiplier", "Infinity"), ("sample_rate", 0)),
+        *(("target_delta", 1.0), ("target_epsilon", 0.0), ("max_grad_norm", 0.0)),
+        *(("expected_batch_size", "Infinity"), ("num_samples", 0), ("projection_rank", 0)),
+        *(("projection_seed", 1.5), ("method", ""), ("clipping", "ghost")),
+        ("num_trials", 10.0),  # which older versions counted in epsilon
+    ],
+}
+"""Where in a file something impossible stands: the keys there, and their values."""
+
+
 @pytest.mark.parametrize(
     ("place", "key", "value"),
-    [
-        ((), "schema_version", 7),
-        (("entries",), 0, []),
-        ((0,), "kind", "end"),
-        ((0,), "run_id", 5),
-        ((0,), "at", ""),
-        ((0,), "versions", {"torch": 2}),
-        ((0,), "schema", SCHEMA_VERSION + 1),
-        ((0,), "continues", "same data"),
-        ((0,), "mechanism", []),
-        ((2,), "updates", 21),
-        ((2,), "updates", -1),
-        ((2,), "files", []),
-        ((2,), "files", {"model.safetensors": "1" * 63}),
-        ((6,), "reason", ""),
-        ((4,), "changes", {"noise_multiplier": "1"}),
-        ((4,), "changes", {"accountant": 5}),
-        ((1,), "count", 0),
-        ((1,), "count", True),
-        ((1,), "noise_multiplier", 100.0),
-        ((1,), "sample_rate", 1e-6),
-        ((1,), "order", 1),
-        ((1,), "digest", "1" * 63),
-        ((0, "mechanism"), "noise_multiplier", -1.5),
-        ((0, "mechanism"), "noise_multiplier", "Infinity"),
-        ((0, "mechanism"), "sample_rate", 0),
-        ((0, "mechanism"), "target_delta", 1.0),
-        ((0, "mechanism"), "target_epsilon", 0.0),
-        ((0, "mechanism"), "max_grad_norm", 0.0),
-        ((0, "mechanism"), "expected_batch_size", "Infinity"),
-        ((0, "mechanism"), "num_samples", 0),
-        ((0, "mechanism"), "projection_rank", 0),
-        ((0, "mechanism"), "projection_seed", 1.5),
-        ((0, "mechanism"), "method", ""),
-        ((0, "mechanism"), "clipping", "ghost"),
-        ((0, "mechanism"), "num_trials", 10.0),  # which older versions counted in epsilon
-    ],
-    ids=lambda value: str(value),
+    [(place, *pair) for place, pairs in IMPOSSIBLE.items() for pair in pairs],
+    ids=str,
 )
 def test_a_file_that_says_something_impossible_is_refused(
     place: tuple[Any, ...], key: Any, value: Any, tmp_path: Path

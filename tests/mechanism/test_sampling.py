@@ -169,18 +169,6 @@ def test_pinning_keeps_the_type_and_reaches_every_physical_batch() -> None:
     assert type(LogicalBatch([], ()).pin_memory()) is LogicalBatch
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_data_loader_pins_logical_batches() -> None:
-    sampler = PoissonBatchSampler(_SIZE, 0.5, 3, coins())
-    collator = LogicalBatchCollator(_as_tensor, 4)
-    for batch in DataLoader(
-        EmptyDrawDataset(_in_memory()), batch_sampler=sampler, collate_fn=collator, pin_memory=True
-    ):
-        assert type(batch) is LogicalBatch
-        assert all(physical["x"].is_pinned() for physical in batch)
-
-
 # ---- With data loaders ----
 
 _SIZE = 30
