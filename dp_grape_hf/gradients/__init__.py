@@ -26,10 +26,7 @@ from dp_grape_hf.gradients.checks.guards import (
 )
 from dp_grape_hf.gradients.checks.sketches import tolerance_for as tolerance_for
 from dp_grape_hf.gradients.checks.spot_checks import SpotCheckedEngine as SpotCheckedEngine
-from dp_grape_hf.gradients.checks.state import (
-    StateGuard as StateGuard,
-    warm_up as warm_up,
-)
+from dp_grape_hf.gradients.checks.state import StateGuard as StateGuard, warm_up as warm_up
 from dp_grape_hf.gradients.checks.unused import (
     freeze_unused as freeze_unused,
     refuse_reached as refuse_reached,
@@ -85,16 +82,7 @@ from dp_grape_hf.gradients.losses.trainer_loss import (
     TrainerLoss as TrainerLoss,
     examine_trainer_loss as examine_trainer_loss,
 )
-from dp_grape_hf.gradients.query import (
-    ANSWERS as ANSWERS,
-    QueryEngine as QueryEngine,
-)
-from dp_grape_hf.gradients.rows import (
-    batch_size_of as batch_size_of,
-    rows_of as rows_of,
-)
+from dp_grape_hf.gradients.query import ANSWERS as ANSWERS, QueryEngine as QueryEngine
+from dp_grape_hf.gradients.rows import batch_size_of as batch_size_of, rows_of as rows_of
 from dp_grape_hf.gradients.stand_ins import METADATA as METADATA
-from dp_grape_hf.gradients.units import (
-    UNIT_OF_ROW as UNIT_OF_ROW,
-    UnitEngine as UnitEngine,
-)
+from dp_grape_hf.gradients.units import UNIT_OF_ROW as UNIT_OF_ROW, UnitEngine as UnitEngine

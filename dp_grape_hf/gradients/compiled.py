@@ -24,14 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dp_grape_hf.gradients.flat import Piece
-from dp_grape_hf.gradients.layers import (
-    Forward,
-    Shapes,
-    Site,
-    Sites,
-    holding,
-    replaced_forwards,
-)
+from dp_grape_hf.gradients.layers import Forward, Shapes, Site, Sites, holding, replaced_forwards
 from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.gradients.plans import Plan, Plans
 from dp_grape_hf.gradients.rows import rows_of

@@ -17,20 +17,11 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import replay
 from dp_grape_hf.gradients.checks.guards import evaluating
-from dp_grape_hf.gradients.compiled import (
-    Compilation,
-    CompiledModel,
-    NotCompiledError,
-)
+from dp_grape_hf.gradients.compiled import Compilation, CompiledModel, NotCompiledError
 from dp_grape_hf.gradients.definition import NotVectorisedError
 from dp_grape_hf.gradients.engine import GradSampleMode, Inputs, PerSampleEngine
 from dp_grape_hf.gradients.flat import FlatGradients
-from dp_grape_hf.gradients.layers import (
-    Sites,
-    UnknownTensorError,
-    replaced_forwards,
-    shapes_of,
-)
+from dp_grape_hf.gradients.layers import Sites, UnknownTensorError, replaced_forwards, shapes_of
 from dp_grape_hf.gradients.losses.losses import LossFunction
 from dp_grape_hf.gradients.passes import Pass
 from dp_grape_hf.gradients.plans import Branch, Plans

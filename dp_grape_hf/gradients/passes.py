@@ -29,11 +29,7 @@ from torch.func import vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
-from dp_grape_hf.gradients.definition import (
-    Batching,
-    refusing_dynamic_code,
-    vmap_safe,
-)
+from dp_grape_hf.gradients.definition import Batching, refusing_dynamic_code, vmap_safe
 from dp_grape_hf.gradients.flat import Piece
 from dp_grape_hf.gradients.forms import Dense, Factored, Single, projected
 from dp_grape_hf.gradients.layers import (

@@ -44,14 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dp_grape_hf.errors import ERRORS, PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients.adapters import advice
-from dp_grape_hf.gradients.checks.draws import (
-    SHARED,
-    Draw,
-    DrawRecorder,
-    Owner,
-    Values,
-    owners_of,
-)
+from dp_grape_hf.gradients.checks.draws import SHARED, Draw, DrawRecorder, Owner, Values, owners_of
 from dp_grape_hf.gradients.checks.guards import (
     OTHER_STREAMS,
     evaluating,

@@ -223,12 +223,7 @@ class _StandIn(Tensor):
 
     @classmethod
     def of(
-        cls,
-        parameter: Tensor,
-        label: str,
-        z: Tensor,
-        projector: Projector | None,
-        record: Record,
+        cls, parameter: Tensor, label: str, z: Tensor, projector: Projector | None, record: Record
     ) -> _StandIn:
         """Return the stand-in of a parameter."""
         weight = parameter.detach()

@@ -17,12 +17,7 @@ from tests.gradients.functions import (
     plain,
     squares,
 )
-from tests.support.trainers import (
-    assert_refused,
-    make_trainer,
-    points,
-    trained_in,
-)
+from tests.support.trainers import assert_refused, make_trainer, points, trained_in
 
 
 def unmixed(m: nn.Module, hidden: Tensor) -> Tensor:

@@ -20,11 +20,7 @@ from dp_grape_hf.gradients.layerwise import LayerwiseEngine
 from dp_grape_hf.gradients.plans import Plans
 from dp_grape_hf.gradients.rules import RULES, LayerRule
 from dp_grape_hf.optimizers import require_each_once
-from tests.gradients.functions import (
-    TinyFunctionForSequenceClassification,
-    cross_entropies,
-    plain,
-)
+from tests.gradients.functions import TinyFunctionForSequenceClassification, cross_entropies, plain
 from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.models import TYPICAL, Case, only

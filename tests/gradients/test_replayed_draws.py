@@ -25,10 +25,7 @@ from tests.gradients.functions import (
     squares,
 )
 from tests.support.mechanism import make_private
-from tests.support.trainers import (
-    assert_refused,
-    make_trainer,
-)
+from tests.support.trainers import assert_refused, make_trainer
 
 both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 

@@ -16,11 +16,7 @@ from dp_grape_hf.gradients.stand_ins import outside_vmap
 from dp_grape_hf.projections import Projector, Side
 from tests.gradients.functions import Function
 from tests.models.matrix import dense
-from tests.support.oracles import (
-    Largest,
-    relative_error,
-    single_sample_gradients,
-)
+from tests.support.oracles import Largest, relative_error, single_sample_gradients
 
 B, T, N = 3, 5, 6  # samples, positions, features
 ROWS = 7  # of a table
