@@ -28,9 +28,9 @@ from dp_grape_hf.gradients.losses.losses import (
     LossFunction,
     checked,
     loss_for,
+    losses_of,
     split,
 )
-from dp_grape_hf.gradients.losses.model_loss import ReturnedLoss
 from dp_grape_hf.gradients.rows import batch_size_of, first_two
 from dp_grape_hf.gradients.rules import refuse_coupling
 from dp_grape_hf.phases import FORWARD, Observer, advance
@@ -222,12 +222,10 @@ class PerSampleEngine(ABC):
 
     def _losses(self, inputs: Inputs, run: Callable[..., Any]) -> Tensor:
         batch_size = batch_size_of(inputs)
-        if isinstance(self.loss, ReturnedLoss):
-            return self.loss.each(run, inputs)
-        inputs, labels = split(self.loss, inputs)
-        if self.skips_unlabelled and isinstance(self.loss, HeadLoss) and labels is not None:
+        given, labels = split(self.loss, inputs) if self.skips_unlabelled else ({}, None)
+        if isinstance(self.loss, HeadLoss) and labels is not None:
             with LabelledPositions(self.loss, labels) as labelled:
-                outputs = run(**inputs)
+                outputs = run(**given)
             losses = labelled.losses(outputs)
             if losses is not None:
                 return checked(losses, batch_size)
@@ -238,7 +236,7 @@ class PerSampleEngine(ABC):
                     "Remove fsdp."
                 )
             self.skips_unlabelled = False  # the logits do not fit to the given positions
-        return checked(self.loss(run(**inputs), labels), batch_size)
+        return losses_of(run, self.loss, inputs)
 
     def rounding_of_losses(self, inputs: Inputs) -> float:
         """Return the absolute error of a loss that rounding explains.

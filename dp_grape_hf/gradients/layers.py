@@ -204,10 +204,8 @@ class Site:
     reason: str = ""  # why this module replaced a site inside it
     rows: Rows = field(default_factory=Rows)  # of the first input (with a rule)
     tensors: dict[Key, Rows] = field(default_factory=dict)  # of all tensors (without a rule)
-    calls: int = 0  # number of calls in one pass
     loops: str = ""  # why it runs sample by sample, and not under vmap (without a rule)
     by_rows: bool = False  # whether its parameters get a row for each sample (without a rule)
-    broadcast: bool = False  # whether an output is computed once for all samples
 
     @property
     def label(self) -> str:
@@ -538,7 +536,6 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
                 )
             if any(_without_samples(site.tensors.get(key)) for key in a.selected):
                 return f"{site.label} {_POSITIONS_ALONE}"
-            site.broadcast = 1 in a.differentiable
             carries = any(rows.carries for key, rows in site.tensors.items() if key in a.given)
             if a.differentiable != b.differentiable and not carries:
                 return (
@@ -551,15 +548,13 @@ def _learn(site: Site, two: Sequence[_Call], three: Sequence[_Call], shapes: Sha
         for size, of_three in zip(a.leading, b.leading, strict=True):
             if reason := site.rows.learn(size, of_three, shapes):
                 return f"{site.label} {reason}"
-            site.broadcast = not site.carried
-            if site.broadcast and size != 1:
+            if not site.carried and size != 1:
                 return (
                     f"{site.label} has an input of leading size {size} that does not change with "
                     "the batch size, so its calls do not separate the samples."
                 )
         if a.selected and _without_samples(site.rows):
             return f"{site.label} {_POSITIONS_ALONE}"
-    site.calls = len(two)
     return None
 
 

@@ -61,10 +61,9 @@ def copies_of(inputs: Mapping[str, Any], size: int, sample: int = 0) -> dict[str
     return rows_of(inputs, [sample] * size)
 
 
-def first_two(inputs: Mapping[str, Any], first: int = 0) -> dict[str, Any]:
-    """Return a batch of the samples ``first`` and ``first + 1``; the last sample is used twice."""
-    size = batch_size_of(inputs)
-    return rows_of(inputs, [first, min(first + 1, size - 1)])
+def first_two(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch of the first two samples; a single sample is used twice."""
+    return rows_of(inputs, [0, min(1, batch_size_of(inputs) - 1)])
 
 
 _row_alone: ContextVar[int | None] = ContextVar("row_alone", default=None)

@@ -236,7 +236,7 @@ def split(loss: LossFunction, inputs: Mapping[str, Any]) -> tuple[dict[str, Any]
     return inputs, labels
 
 
-def losses_of(model: nn.Module, loss: LossFunction, inputs: Mapping[str, Any]) -> Tensor:
+def losses_of(model: Callable[..., Any], loss: LossFunction, inputs: Mapping[str, Any]) -> Tensor:
     """Run a model on a batch; return its losses (B,)."""
     if isinstance(loss, ReturnedLoss):
         return loss.each(model, inputs)
