@@ -605,7 +605,7 @@ IMPOSSIBLE: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {
     ],
     (1,): [
         *(("count", 0), ("count", True), ("noise_multiplier", 100.0), ("sample_rate", 1e-6)),
-        *(("order", 1), ("digest", "1" * 63)),
+        *(("order", 1), ("digest", "1" * 63), ("count", 10**30)),
     ],
     (2,): [
         *(("updates", 21), ("updates", -1)),
@@ -616,6 +616,7 @@ IMPOSSIBLE: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {
     (0, "mechanism"): [
         *(("noise_multiplier", -1.5), ("noise_multiplier", "Infinity"), ("sample_rate", 0)),
         *(("target_delta", 1.0), ("target_epsilon", 0.0), ("max_grad_norm", 0.0)),
+        *(("target_delta", 5e-324), ("norm_directions", 64)),
         *(("expected_batch_size", "Infinity"), ("num_samples", 0), ("projection_rank", 0)),
         *(("projection_seed", 1.5), ("method", ""), ("clipping", "ghost")),
         ("num_trials", 10.0),  # which older versions counted in epsilon

@@ -85,11 +85,19 @@ def one(rows: list[memory.Compared], method: str, mode: str = "auto") -> Any:
 
 
 @pytest.mark.slow
-def test_every_row_of_the_table_is_simulated(rows: list[memory.Compared]) -> None:
+def test_every_row_of_the_table_is_simulated_and_shown(
+    rows: list[memory.Compared], model: ModelOfConfig
+) -> None:
     assert {row.setting.method for row in rows} == {ADAMW, *METHODS}
     assert [row.refused for row in rows] == [""] * len(rows)
     assert all(row.footprint is not None for row in rows)
     assert len({row.title for row in rows}) == len(rows)
+    text = memory.as_text(rows, memory.sizes_of(model, SETTING))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert all(sum(line.startswith(f"{row.title}  ") for line in lines) >= 2 for row in rows)
+    assert lines[0].split() == "a step peak, MiB reached in".split()
+    assert "B * r sum n" in text
     for method in ("dp_adam", "dp_sgd"):
         modes = [row.setting.grad_sample_mode for row in rows if row.setting.method == method]
         assert modes == list(GradSampleMode)
@@ -166,19 +174,6 @@ def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
 
 
 # ---- What is shown ----
-
-
-@pytest.mark.slow
-def test_the_tables_have_a_line_for_each_method(
-    rows: list[memory.Compared], model: ModelOfConfig
-) -> None:
-    text = memory.as_text(rows, memory.sizes_of(model, SETTING))
-    lines = text.splitlines()
-    assert max(map(len, lines)) <= 100
-    for row in rows:
-        assert sum(line.startswith(f"{row.title}  ") for line in lines) >= 2
-    assert lines[0].split() == "a step peak, MiB reached in".split()
-    assert "B * r sum n" in text
 
 
 @pytest.mark.slow

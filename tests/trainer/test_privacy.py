@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainingArguments
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.accounting import compute_epsilon
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
-from dp_grape_hf.mechanism import PoissonBatchSampler, Streams
+from dp_grape_hf.mechanism import PoissonBatchSampler
 from tests.support.models import only
 from tests.support.trainers import (
     RecordingTrainer,
@@ -277,12 +277,6 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
     assert trainer.privacy_spent().epsilon == math.inf
     assert not trainer.privacy_spent().private
     assert "no privacy guarantee" in (tmp_path / "README.md").read_text()
-
-
-def test_known_generators_mark_the_ledger_not_private(tmp_path: Path) -> None:
-    trainer = trained_in(tmp_path, known_streams=Streams.seeded())
-    assert not Ledger.load(tmp_path / LEDGER_NAME).private
-    assert trainer.privacy_spent().epsilon == math.inf
 
 
 # ---- What would break the count ----

@@ -247,17 +247,6 @@ def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: 
     assert "SST2" not in text
 
 
-def test_model_init_makes_the_model_that_is_trained(tmp_path: Path) -> None:
-    made = []
-
-    def model_init() -> TinyForSequenceClassification:
-        made.append(TinyForSequenceClassification())
-        return made[-1]
-
-    trainer = trained_in(tmp_path, model_init=model_init)
-    assert made == [trainer.model]
-
-
 @pytest.mark.slow
 def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path) -> None:
     """Saved in the middle of a projection period, it computes what the model in training does."""
