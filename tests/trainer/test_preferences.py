@@ -23,10 +23,7 @@ pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
 
 # TRL sets the old name of the option by default, and transformers says so.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated"),
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 each_kind = pytest.mark.parametrize("kind", ["dpo", "reward"])
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
 
 # TRL sets the old name of the option by default, and transformers says so.
-pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,6 @@ def test_the_loss_is_the_mean_over_the_samples_own_completion(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
     model = llama()
     before = weights_of(model)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 
-from tests.support.ports import free_port
 from tests.support.trainers import assert_same_weights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,6 +19,12 @@ TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, th
 WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
 
 Outcome = dict[str, Any]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> None:
