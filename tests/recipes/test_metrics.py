@@ -1,14 +1,17 @@
 """Metrics of evaluate: those in here give the Hub's scores, and the Hub's own come first."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import evaluate
 import pytest
 from sklearn.metrics import accuracy_score
 
+from recipes.paper import metrics
 from recipes.paper.metrics import metric
 
+HERE = Path(metrics.__file__).parent
 WORDS = [*"the a Water water! ice 3-5 35 1,000 U.S. naïve".split(), "", "The  cat"]
 
 
@@ -57,6 +60,18 @@ def test_accuracy_is_that_of_scikit_learn() -> None:
     labels, given = examples("accuracy", 50)
     found = metric("accuracy").compute(predictions=given, references=labels)
     assert found == {"accuracy": pytest.approx(accuracy_score(labels, given))}
+
+
+@pytest.mark.parametrize("name", ["accuracy", "squad"])
+def test_scores_are_those_of_the_hubs_module(name: str) -> None:
+    try:
+        theirs = evaluate.load(name, module_type="metric", keep_in_memory=True)
+    except (ConnectionError, FileNotFoundError):
+        pytest.skip("The Hub's module is not in the cache of evaluate.")
+    labels, given = examples(name, 200)
+    expected = theirs.compute(predictions=given, references=labels)
+    ours = evaluate.load(str(HERE / f"{name}.py"), keep_in_memory=True)
+    assert ours.compute(predictions=given, references=labels) == pytest.approx(expected)
 
 
 def test_the_hubs_module_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:

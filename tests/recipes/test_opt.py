@@ -32,11 +32,11 @@ from recipes.paper.opt_tasks import (
     load_splits,
     permutation,
 )
-from tests.models.matrix import projectors_for
+from tests.models.matrix import dense, projectors_for
 from tests.support.experiments import resumed
 from tests.support.mechanism import ROUNDING, joint_norm, make_private, released
 from tests.support.models import FIRST_WORD, PAD, only
-from tests.support.oracles import assert_gradients_equal, single_sample_gradients
+from tests.support.oracles import assert_gradients_equal, relative_error, single_sample_gradients
 from tests.support.questions import ROWS, examples, save_model_and_questions, varied
 
 SIZES = {"train": 5, "dev": 3, "test": 4}
@@ -281,6 +281,21 @@ def test_one_example_counts_once_whatever_its_options(options: int) -> None:
     assert norm <= bound * (1 + ROUNDING)
     assert norm == pytest.approx(bound, rel=1e-3)  # the gradient is longer than that: it is clipped
     assert joint_norm(single_sample_gradients(model, one, loss=loss)[1]) > 10 * bound
+
+
+@pytest.mark.parametrize(("options", "loss"), [(2, choice_loss), (1, answer_loss)])
+def test_an_examples_gradient_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
+    """Neighbours that are longer, whose answers are, and more padding of both change nothing."""
+    first, *others = examples([5, 21, 3, 30], options, longest=7)
+    engine = make_engine("layerwise", scorer("opt"), loss)
+
+    def gradient(some: list[dict[str, Any]], multiple: int) -> dict[str, Tensor]:
+        found = engine(Collator(PAD, multiple, answers=multiple)(some), {})[1]
+        return {name: g[:1] for name, g in dense(found, len(some)).items()}
+
+    expected = gradient([first], 1)
+    for some, multiple in (([first], 16), ([first, *others], 1), ([first, *others], 16)):
+        assert relative_error(gradient(some, multiple), expected) < 1e-5
 
 
 def test_models_without_position_ids_or_logit_selection_are_scored_equally() -> None:
