@@ -217,7 +217,7 @@ class PrivacyPlan:
         """
         if self._earlier is None:
             return 1.0
-        before = sum(run.mechanism.precision(run.steps) for run in self._earlier.ledger.runs)
+        before = sum(run.mechanism.precision(run.steps) for run in self._earlier.all_runs)
         own = self.mechanism.precision(self.steps)
         return max(0.5, own / (before + own)) if before else 1.0
 

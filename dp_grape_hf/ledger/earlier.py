@@ -49,11 +49,16 @@ class Earlier:
     resumed: bool = False
 
     @property
+    def all_runs(self) -> tuple[RecordedRun, ...]:
+        """The earlier runs, also those on other data, without the run that is resumed."""
+        return self.ledger.runs[:-1] if self.resumed else self.ledger.runs
+
+    @property
     def runs(self) -> tuple[RecordedRun, ...]:
         """The earlier runs whose releases add up with the releases of this run."""
         if self.resumed:
             return self.ledger.composed_runs[:-1]
-        return self.ledger.runs if self.same_data else ()
+        return self.all_runs if self.same_data else ()
 
     @property
     def releases(self) -> list[accounting.Releases]:

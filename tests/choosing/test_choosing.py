@@ -503,6 +503,8 @@ def test_a_run_counts_as_much_as_its_precision(
     of_run: dict[str, Any] = {"noise_multiplier": 1.5, "expected_batch_size": 64, "max_steps": 4}
     args = make_args(tmp_path, **of_run, target_delta=1e-5)
     assert PrivacyPlan(args, 1024, earlier).share_of_rates == pytest.approx(share)
+    resumed = replace(earlier, resumed=True)  # a resumed run is no earlier one
+    assert PrivacyPlan(args, 1024, resumed).share_of_rates == 1
 
 
 def test_bands_raise_the_precision_of_their_sum() -> None:
