@@ -119,7 +119,7 @@ def differing(left: Tensor, right: Tensor, tolerance: Tolerance, bounds: bool = 
         left: sketches (B, P, 1 + k).
         right: sketches (B, P, 1 + k).
         tolerance: of rounding.
-        bounds: whether the norms of ``left`` are upper bounds (``forms.bound``), which exceed the
+        bounds: whether the norms of ``left`` are upper bounds (``forms``), which exceed the
             norms where terms cancel: the directions show whether the gradients are the same.
     """
     norms = right[..., 0] if bounds else torch.maximum(left[..., 0], right[..., 0])
