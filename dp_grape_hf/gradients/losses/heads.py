@@ -28,7 +28,7 @@ IGNORE_INDEX = -100
 # the logits: three float32 tensors of the size of the logits. This one keeps the logits, which
 # exist anyway, and one number per position. The gradient then overwrites the logits.
 
-_AT_ONCE = 2**22  # logits that are converted to float32 in one operation
+_AT_ONCE = 2**24  # logits that are converted to float32 in one operation
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
