@@ -124,7 +124,7 @@ class Setting(NamedTuple):
         return found
 
     def at(self, part: Iterable[str], rate: float) -> dict[str, float]:
-        """Return the learning rates of some parameters, with the user's factors."""
+        """Return the learning rates of some parameters: a chosen rate times the user's factors."""
         return {name: rate * self.factors.get(name, 1.0) for name in part}
 
     def noise_of(
@@ -258,13 +258,11 @@ def _body(
     def bound() -> _Bound:
         count = sum(own.parameter.numel() for own in body.values())
         start = _START * (math.sqrt(_squared(body) / count) or 1.0) / _walk(body)
-        at = setting.at
-        by_noise = _reaching(lambda rate: drift_of_noise((*at(body, rate).items(),)), start)
+        by_noise = _reaching(lambda rate: drift_of_noise((*((n, rate) for n in body),)), start)
         one_step = setting.one_step(features.signal(setting.most))
 
         def drift_of_signal(rate: float) -> float:
-            own = at(body, rate)
-            return features.drift((n, move * own[n]) for n, move in one_step.items())
+            return features.drift((n, move * rate) for n, move in one_step.items())
 
         if one_step and drift_of_signal(by_noise) > DRIFT * (1 + _CLOSE):
             return _Bound(_reaching(drift_of_signal, by_noise / 10), STABILITY)

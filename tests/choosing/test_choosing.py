@@ -537,6 +537,17 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
     assert {*trainer.private_run.ranks.values()} == {2}
 
 
+def test_factors_multiply_the_chosen_learning_rates(tmp_path: Path) -> None:
+    rates = []
+    for number, factors in enumerate((None, {"*": 0.5})):
+        trainer = trainer_of(
+            tmp_path / f"{number}", pretrained(tmp_path / "base"), learning_rate_factors=factors
+        )
+        trainer.suggestion()
+        rates.append(trainer.rates.by_name)
+    assert rates[1] == pytest.approx({name: rate / 2 for name, rate in rates[0].items()})
+
+
 def test_with_a_rate_nothing_is_chosen(tmp_path: Path) -> None:
     model = pretrained(tmp_path / "base")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
