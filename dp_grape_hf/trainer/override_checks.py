@@ -38,7 +38,7 @@ OVERRIDES = (
 """All methods of ``transformers.Trainer`` that ``DPGrapeMixin`` and its bases override."""
 
 
-_WITHOUT_EFFECT = {
+_FORBIDDEN = {
     **dict.fromkeys(
         ("get_train_dataloader", "_get_dataloader", "_get_train_sampler"),
         "epsilon holds only for batches that the trainer samples itself. Remove the override; to "
@@ -49,6 +49,12 @@ _WITHOUT_EFFECT = {
         ("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"),
         "only the optimizer of the method takes private gradients. Remove the override, and "
         "choose by update_rule, learning_rate and lr_scheduler_type",
+    ),
+    **dict.fromkeys(
+        ("_prepare_inputs", "_prepare_input", "get_batch_samples"),
+        "code that mixes the rows of a batch there, as mixup does, lets one example change the "
+        "gradients of others, and no check would see it. Remove the override, and change examples "
+        "one by one in train_dataset or data_collator, or in the forward of the model",
     ),
 }
 """Methods that a subclass must not override, and why."""
@@ -66,13 +72,13 @@ def require_overrides(trainer: Host) -> None:
         trainer: a trainer, whose host comes after all mixins.
 
     Raises:
-        PrivacyError: the host has no such method, or a subclass overrides a method without effect.
+        PrivacyError: the host has no such method, or a subclass overrides a forbidden method.
     """
-    for name, why in _WITHOUT_EFFECT.items():
+    for name, why in _FORBIDDEN.items():
         if not is_hosts(getattr(trainer, name, require_overrides)):  # some are not in all versions
             raise PrivacyError(
                 f"{type(trainer).__name__} overrides {name}(), which private training does not "
-                f"use: {why}."
+                f"allow: {why}."
             )
     host = super(Host, trainer)
     if missing := [f"{name}()" for name in OVERRIDES if not callable(getattr(host, name, None))]:

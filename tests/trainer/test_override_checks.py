@@ -127,9 +127,10 @@ def test_a_host_that_lost_a_seam_is_refused(
     [
         *("get_train_dataloader", "_get_train_sampler", "_get_dataloader"),
         *("get_optimizer_cls_and_kwargs", "create_optimizer_and_scheduler"),
+        *("_prepare_inputs", "_prepare_input", "get_batch_samples"),
     ],
 )
-def test_an_override_that_nobody_calls_is_refused_before_data(name: str, tmp_path: Path) -> None:
+def test_a_forbidden_override_is_refused_before_data(name: str, tmp_path: Path) -> None:
     cls = type("Own", (DPGrapeTrainer,), {name: lambda *args, **kwargs: None})
     with pytest.raises(PrivacyError, match=rf"Own overrides {name}\(\)"):
         make_trainer(tmp_path, cls=cls, train_dataset=object())
