@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -286,7 +286,7 @@ class PrivacyPlan:
         require_agreement(facts, unsaid={"the length of train_dataset": dataset_size})
 
     def start_ledger(
-        self, checkpoint: str | None, *, updates: int, before: Ledger | None
+        self, checkpoint: str | None, *, updates: int, before: Iterable[Ledger]
     ) -> Ledger:
         """Start the ledger of a run, or resume the ledger of a checkpoint.
 
@@ -335,19 +335,22 @@ class PrivacyPlan:
             )
         return ledger
 
-    def refuse_start(self, before: Ledger | None) -> None:
+    def refuse_start(self, before: Iterable[Ledger]) -> None:
         """Refuse a new run that would not count the releases of an earlier run.
 
         Raises:
-            PrivacyError: ``before``, the ledger of an earlier run of the same weights, has
-                releases; or the folder belongs to another run (``refuse_used_folder``).
+            PrivacyError: ``before``, the ledgers of runs that trained the same weights, have
+                releases that this plan does not count; or the folder belongs to another run
+                (``refuse_used_folder``).
         """
-        if before is not None and before.steps:
-            raise PrivacyError(
-                f"This trainer has already made {before.steps} releases on this model, but the "
-                "noise was calibrated for one run. Resume with resume_from_checkpoint, or make "
-                "a new trainer, which counts the epsilon already spent."
-            )
+        for ledger in before:
+            if self._earlier is None or ledger.has_releases_beyond(self._earlier.ledger):
+                raise PrivacyError(
+                    f"This trainer, or another one, has already made {ledger.steps} releases on "
+                    "this model, and the plan of this run does not count them. Resume with "
+                    "resume_from_checkpoint, or make a new trainer, which counts the epsilon "
+                    "already spent."
+                )
         refuse_used_folder(self.args, self._earlier)
 
     def _advise_on_saving(self) -> None:

@@ -12,7 +12,7 @@ from dp_grape_hf.ledger.earlier import (
     find_earlier as find_earlier,
     refuse_used_folder as refuse_used_folder,
     remember as remember,
-    was_trained as was_trained,
+    remembered_ledgers as remembered_ledgers,
 )
 from dp_grape_hf.ledger.entries import (
     CARD_NAME as CARD_NAME,

@@ -1,7 +1,6 @@
 """Find the ledger of a model's earlier private runs, and decide which of their costs add up."""
 
 import logging
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from dp_grape_hf.distributed import from_first
 from dp_grape_hf.errors import Choice, PrivacyError, require
 from dp_grape_hf.ledger.entries import LEDGER_NAME, RecordedRun, released
 from dp_grape_hf.ledger.ledger import Ledger
-from dp_grape_hf.ledger.provenance import provenance_of
+from dp_grape_hf.ledger.provenance import parts_of, provenance_of, provenance_of_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +27,8 @@ class EarlierData(Choice):
     OTHER = "other"
 
 
-# The ledgers of models that this process trained. Their files may not have been saved yet.
-_TRAINED: weakref.WeakKeyDictionary[nn.Module, Ledger] = weakref.WeakKeyDictionary()
+_LEDGER = "_dp_grape_ledger"
+"""The attribute of a module with the ledger of its run. ``copy.deepcopy`` copies the ledger too."""
 
 
 @dataclass(frozen=True)
@@ -71,16 +70,21 @@ class Earlier:
         return list(dict.fromkeys(reason for run in self.runs for reason in run.reasons))
 
 
-def remember(model: nn.Module, ledger: Ledger) -> Ledger:
-    """Store the ledger of a model, for later trainers of the model in this process."""
-    _TRAINED[model] = ledger
-    return ledger
+def remember(model: nn.Module, ledger: Ledger) -> None:
+    """Store the ledger of a run in all modules that it trains, for later trainers of any of them.
+
+    Its file may not have been saved yet, and a part of the model may become a part of another one.
+    """
+    for module in model.modules():
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            vars(module)[_LEDGER] = ledger
 
 
-def was_trained(model: nn.Module) -> bool:
-    """Return whether this process has made a private update of this model object."""
-    ledger = _TRAINED.get(model)
-    return ledger is not None and ledger.steps > 0
+def remembered_ledgers(model: nn.Module) -> list[Ledger]:
+    """Return the ledgers of the runs that trained this model, or a part of it, in this process."""
+    every = (vars(module).get(_LEDGER) for module in model.modules())
+    ledgers = {id(ledger): ledger for ledger in every if ledger is not None}.values()
+    return [ledger for ledger in ledgers if ledger.steps]
 
 
 def find_earlier(model: nn.Module, args: Any) -> Earlier | None:
@@ -182,10 +186,32 @@ _Found = tuple[Ledger, str, Path | None]
 
 
 def _of_model(model: nn.Module) -> _Found | None:
-    trained = _TRAINED.get(model)
-    if trained is not None and trained.steps:
-        where = "the ledger of its trainer" if trained.path is None else f"{trained.path}"
-        return Ledger(trained.links), where, trained.path and trained.path.parent
+    if trained := remembered_ledgers(model):
+        found = [(Ledger(one.links), *_place_of(one)) for one in trained]
+    elif note := provenance_of_adapters(model):
+        raise _NotKnown(
+            f"The config of an adapter of this model says that it was trained privately before, "
+            f"with {note}, and PEFT does not say where the adapter was loaded from"
+        )
+    else:
+        found = [one for part in parts_of(model) if (one := _of_part(part)) is not None]
+    newest = max(found, key=lambda one: len(one[0].links), default=None)
+    if newest and any(ledger.has_releases_beyond(newest[0]) for ledger, *_ in found):
+        raise PrivacyError(
+            "Parts of this model come from several private runs, and one ledger cannot add up "
+            "their costs. Start from the model of one run."
+        )
+    return newest
+
+
+def _place_of(ledger: Ledger) -> tuple[str, Path | None]:
+    """Return the name of a ledger of this process in messages, and its folder."""
+    path = ledger.path
+    return ("the ledger of its trainer", None) if path is None else (f"{path}", path.parent)
+
+
+def _of_part(model: nn.Module) -> _Found | None:
+    """Look for the ledger of a model in the place that it was loaded from."""
     config = getattr(model, "config", None)
     revision = getattr(config, "_commit_hash", None)
     note = provenance_of(model)

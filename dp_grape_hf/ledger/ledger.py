@@ -203,7 +203,7 @@ class Ledger:
             )
             require_same_mechanism(mechanism, live.mechanism, path)
             require(
-                live.goes_on_from(ledger) or not ledger._has_releases_beyond(live),
+                live.goes_on_from(ledger) or not ledger.has_releases_beyond(live),
                 f"{both} contain {live.steps} and {ledger.steps} releases, and the first lacks "
                 "some of the second: it was rolled back, or they are branches of one run. Restore "
                 "its newest copy, or start a new run that continues one of them, and add up the "
@@ -356,7 +356,7 @@ class Ledger:
         same = list(self.links[: len(sealed)]) == sealed and len(now) == 1
         return same and (now[0] == last or counts_on(last.entry, now[0].entry))
 
-    def _has_releases_beyond(self, other: Self) -> bool:
+    def has_releases_beyond(self, other: Self) -> bool:
         """Return whether there are releases after the entries that both ledgers have in common."""
         pairs = enumerate(zip(self.links, other.links, strict=False))
         common = next((n for n, (ours, theirs) in pairs if ours != theirs), len(other.links))

@@ -9,6 +9,9 @@ The note is a dictionary under the name ``dp_grape``:
 * ``delta``: the delta of this epsilon; None if there is none.
 * ``ledger``: the digest of the ledger's last entry. It is left out if the ledger is saved next to
   the config.
+
+A loaded PEFT adapter does not store its folder, and its config keeps known entries only. So its
+note is a part of the text ``peft_version``, of which PEFT ignores everything after an "@".
 """
 
 import weakref
@@ -30,30 +33,47 @@ _NOTED: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 def note_provenance(model: nn.Module, ledger: Ledger, epsilon: float) -> None:
-    """Write the epsilon spent into the config of a model, if the model has a config.
+    """Write the epsilon spent into the configs of a model and of its adapters.
 
     Args:
         model: the trained model.
         ledger: the ledger of its run.
         epsilon: an upper bound on the epsilon spent, at the delta of the ledger's mechanism.
     """
-    config = _config_of(model)
-    if config is None:
-        return
-    note = {
-        "epsilon": f"{rounded_up(epsilon):g}",
-        "delta": ledger.mechanism.target_delta,
-        _LEDGER: ledger.head,
-    }
-    setattr(config, PROVENANCE, note)
-    _NOTED[id(config)] = config
+    spent, delta = f"{rounded_up(epsilon):g}", ledger.mechanism.target_delta
+    for part in parts_of(model):
+        if (config := _config_of(part)) is not None:
+            note = {"epsilon": spent, "delta": delta, _LEDGER: ledger.head}
+            setattr(config, PROVENANCE, note)
+            _NOTED[id(config)] = config
+    for config in _adapters_in(model):
+        version = f"{config.peft_version}".partition(f"@{PROVENANCE}")[0]
+        config.peft_version = f"{version}@{PROVENANCE} epsilon {spent} at delta {delta}"
+        _NOTED[id(config)] = config
 
 
-def provenance_of(model: nn.Module) -> dict[str, Any] | None:
+def provenance_of(part: nn.Module) -> dict[str, Any] | None:
     """Return the note in the config that a model was loaded with; None without one."""
-    config = _config_of(model)
+    config = _config_of(part)
     note = getattr(config, PROVENANCE, None)
     return note if isinstance(note, dict) and _NOTED.get(id(config)) is not config else None
+
+
+def provenance_of_adapters(model: nn.Module) -> str | None:
+    """Return the note in the config that an adapter was loaded with; None without one."""
+    loaded = (c for c in _adapters_in(model) if _NOTED.get(id(c)) is not c)
+    notes = (f"{c.peft_version}".partition(f"@{PROVENANCE} ")[2] for c in loaded)
+    return next(filter(None, notes), None)
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the models inside a module that know where they were loaded from.
+
+    These are the module itself, or otherwise the outermost models of transformers in it.
+    """
+    if _config_of(model) is not None or hasattr(model, "name_or_path"):
+        return [model]
+    return [part for child in model.children() for part in parts_of(child)]
 
 
 @contextmanager
@@ -74,3 +94,10 @@ def beside_its_ledger(model: nn.Module) -> Iterator[None]:
 def _config_of(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     return config if hasattr(config, "to_dict") else None
+
+
+def _adapters_in(model: nn.Module) -> list[Any]:
+    """Return the configs of all PEFT adapters in a model, each once."""
+    found = (getattr(module, "peft_config", None) for module in model.modules())
+    configs = (c for adapters in found if isinstance(adapters, dict) for c in adapters.values())
+    return list({id(c): c for c in configs if hasattr(c, "peft_version")}.values())

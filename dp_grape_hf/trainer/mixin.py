@@ -66,6 +66,7 @@ from dp_grape_hf.ledger import (
     note_provenance,
     refuse_used_folder,
     remember,
+    remembered_ledgers,
 )
 from dp_grape_hf.mechanism import (
     LogicalBatch,
@@ -661,7 +662,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _refuse_early(self, loader: Any, checkpoint: str | None) -> None:
         """Check the folder and ``compute_loss`` before anything is measured or chosen."""
         if checkpoint is None:
-            from_first(partial(self.plan.refuse_start, self.ledger))
+            from_first(lambda: self.plan.refuse_start(remembered_ledgers(self.model)))
         loss = self.private_run.per_sample.loss
         early = loader is not None and self.args.chooses and self._sharding is None
         if early and isinstance(loss, TrainerLoss):
@@ -758,7 +759,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def _start_ledger(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self.args.target_epsilon is not None:
             refuse_longer_run(checkpoint, self.plan.steps)
-        before, updates = self.ledger, self.state.global_step
+        before, updates = remembered_ledgers(self.model), self.state.global_step
         self.ledger = Ledger.shared(
             lambda: self.plan.start_ledger(checkpoint, updates=updates, before=before)
         )

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 
 from dp_grape_hf.choosing import inputs_of
 from dp_grape_hf.gradients import evaluating, rows_of
-from dp_grape_hf.ledger import was_trained
+from dp_grape_hf.ledger import remembered_ledgers
 from dp_grape_hf.projections import Batches, SyntheticInputs, on_inputs
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def remembering(model: nn.Module, inputs: Batches, head: str | None = None) -> I
 
     @cache  # the weights do not change inside
     def fingerprint() -> str | None:
-        if not isinstance(inputs, SyntheticInputs) or was_trained(model):
+        if not isinstance(inputs, SyntheticInputs) or remembered_ledgers(model):
             return None
         try:
             return _fingerprint_of(model, inputs, head)

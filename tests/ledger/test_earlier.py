@@ -6,13 +6,15 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 from huggingface_hub import constants
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
@@ -131,13 +133,46 @@ def test_adapters_and_model_init_ask_for_the_earlier_data_too(first: Path, tmp_p
         make_trainer(tmp_path / "second", train_dataset=DATA, model_init=lambda: _load(first))
 
 
-def test_earlier_runs_of_this_process_are_known_without_folder(tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_a_loaded_adapter_asks_for_the_ledger_of_its_run(tmp_path: Path) -> None:
+    """PEFT does not say where it was loaded from, so its config has a note."""
+    settings = LoraConfig(r=2, target_modules=["query"])
+    adapter = get_peft_model(only(NAME).model(), settings)
+    folder = _trained(_trainer(tmp_path / "first", adapter, method="dp_lora"))
+    assert find_earlier(get_peft_model(only(NAME).model(), settings), make_args(tmp_path)) is None
+    loaded = PeftModel.from_pretrained(only(NAME).model(), folder, is_trainable=True)
+    assert loaded.peft_config["default"].peft_version.startswith(f"{peft.__version__}@dp_grape")
+    with pytest.raises(PrivacyError, match=r"an adapter of this model .* epsilon .* at delta 0.00"):
+        find_earlier(loaded, make_args(tmp_path))
+    named = make_args(tmp_path, earlier_data="same", earlier_ledger=str(folder))
+    earlier = find_earlier(loaded, named)
+    assert earlier is not None
+    assert [run.steps for run in earlier.runs] == [4]
+
+
+def test_a_part_of_another_model_asks_for_earlier_data(first: Path, tmp_path: Path) -> None:
+    with pytest.raises(PrivacyError, match="earlier_data=None"):
+        find_earlier(nn.Sequential(_load(first)), make_args(tmp_path))
+    trainers = [make_trainer(tmp_path / name) for name in ("one", "other")]
+    for trainer in trainers:
+        trainer.train()
+    with pytest.raises(PrivacyError, match="come from several private runs"):
+        find_earlier(nn.Sequential(*(t.model for t in trainers)), make_args(tmp_path))
+
+
+@pytest.mark.parametrize("derived", [nn.Module.train, deepcopy, nn.Sequential])
+def test_earlier_runs_of_this_process_are_known_without_folder(
+    derived: Callable[[nn.Module], nn.Module], tmp_path: Path
+) -> None:
     model = TinyForSequenceClassification()
-    make_trainer(tmp_path / "first", model=model)  # has released nothing yet
+    early = make_trainer(tmp_path / "early", model=model)  # has released nothing yet
     trainer = make_trainer(tmp_path / "first", model=model)
     trainer.train()
+    trainer.save_model()
+    with pytest.raises(PrivacyError, match="or another one, has already made 4 releases"):
+        early.train()
     with pytest.raises(PrivacyError, match="earlier_data=None"):
-        make_trainer(tmp_path / "second", model=model)
+        find_earlier(derived(model), make_args(tmp_path / "second"))
     second = make_trainer(tmp_path / "second", model=model, earlier_data="same")
     assert second.privacy_spent().epsilon == pytest.approx(trainer.privacy_spent().epsilon)
 

@@ -660,7 +660,7 @@ BROKEN: dict[str, Apply] = {
         remembered, "SyntheticInputs", object
     ),
     "results are kept of weights that were trained": _with(
-        remembered, "was_trained", lambda model: False
+        remembered, "remembered_ledgers", lambda model: []
     ),
     "verify takes all that is called optimizer for a trainer's": _with(
         verification,

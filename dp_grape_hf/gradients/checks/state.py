@@ -56,7 +56,7 @@ _PLAIN = (
 _LEFT_OUT = {
     *("PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin"),
     *("FeatureExtractionMixin", "Trainer", "TrainingArguments", "Logger", "SecretGenerator"),
-    *("Table", "TestCase"),
+    *("Ledger", "Table", "TestCase"),
 }
 _GENERATORS: tuple[type, ...] = (
     *(torch.Generator, random.Random),
