@@ -279,7 +279,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             check_dataset(prepared)
             self._refuse_training_data(self.eval_dataset)  # the host may have replaced it
             if args.private and args.privacy_unit_column is None:
-                warn_of_rows(prepared, self.processing_class)
+                warn_of_rows(prepared, self.processing_class or self.data_collator)
             self._make_plan()
         self._add_callbacks()
 

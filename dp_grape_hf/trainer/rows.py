@@ -55,8 +55,8 @@ def warn_of_rows(dataset: Any, tokenizer: Any = None) -> None:
     Args:
         dataset: the training data. Of a ``datasets.Dataset``, columns and first rows are read,
             without its transform; other data sets are not read.
-        tokenizer: the tokenizer of the rows, or a processor that has one. It knows the tokens at
-            the ends of a text. None if there is none.
+        tokenizer: the tokenizer of the rows, or a processor or a collator that has one. It knows
+            the tokens at the ends of a text. None if there is none.
     """
     if not (hasattr(dataset, "column_names") and hasattr(dataset, "with_format")):
         return

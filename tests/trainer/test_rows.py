@@ -177,6 +177,13 @@ def test_only_private_runs_without_a_unit_are_warned(
     assert sum(r.levelno >= logging.WARNING for r in caplog.records) == warns
 
 
+def test_blocks_are_recognized_by_the_tokenizer_of_the_collator(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(tmp_path, train_dataset=packed(), data_collator=Processor())
+    assert PACKED in caplog.text
+
+
 def test_no_row_is_transformed_or_decoded_to_look_at_it(caplog: pytest.LogCaptureFixture) -> None:
     """A transform may toss coins, and read files."""
     data = packed()
