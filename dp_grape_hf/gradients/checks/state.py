@@ -10,8 +10,9 @@ values can change: attributes, containers, tensors, random generators and variab
 It then compares two snapshots of these places. A snapshot holds references and counters, so it is
 cheap. A thorough snapshot also has a checksum of each tensor.
 
-Not seen: values inside C++ objects and open files, changes inside containers with more than
-``_LARGE`` entries that keep their length, and variables of installed libraries.
+Not seen: values inside C++ objects and open files, changes inside the entries of containers with
+more than ``_LARGE`` of them, changes of containers and arrays above ``_HUGE`` that keep their size,
+and variables of installed libraries.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from operator import attrgetter, length_hint
@@ -40,9 +41,9 @@ from dp_grape_hf.gradients.rows import rows_of
 from dp_grape_hf.projections import on_inputs
 from dp_grape_hf.sharding import is_sharded, local, reshard
 
-_LARGE = 256  # entries; of a container with more, only the length is compared
-_MOST_PLACES = 20_000  # bounds the time of a walk (about 0.1 s) and of a snapshot
-_SMALL_ARRAY = 2**16  # bytes; the contents of larger numpy arrays are not compared
+_LARGE = 256  # entries; those of a larger container are compared, but not walked through
+_HUGE = 2**17  # entries, or numbers of a numpy array; only the size of a larger one is compared
+_MOST_PLACES = 20_000  # of one object; bounds the time of a walk (about 0.1 s) and of a snapshot
 _COLUMNS = 1024  # columns in which the bits of a tensor are added up
 
 _PLAIN = (
@@ -55,7 +56,7 @@ _PLAIN = (
 # results, or that take no part in computing a row.
 _LEFT_OUT = {
     *("PreTrainedTokenizerBase", "ProcessorMixin", "ImageProcessingMixin"),
-    *("FeatureExtractionMixin", "Trainer", "TrainingArguments", "Logger", "SecretGenerator"),
+    *("FeatureExtractionMixin", "TrainingArguments", "Logger", "SecretGenerator"),
     *("Ledger", "Table", "TestCase"),
 }
 _GENERATORS: tuple[type, ...] = (
@@ -183,8 +184,8 @@ class StateGuard:
         self._places, self._tensors, self._titles = [], [], []
         seen: dict[int, Any] = {}
         for root in self._objects.items():  # a model first, because its loss may refer to it
-            waiting = deque([root])
-            while waiting and len(self._places) < _MOST_PLACES:
+            waiting, most = deque([root]), len(self._places) + _MOST_PLACES
+            while waiting and len(self._places) < most:
                 name, value = waiting.popleft()
                 if isinstance(value, _PLAIN) or id(value) in seen:
                     continue
@@ -221,7 +222,7 @@ def _explore(name: str, value: Any) -> tuple[list[Read], _Inside]:
     """Return the places of one object, and the objects that it refers to, with names."""
     if isinstance(value, nn.Module):
         return _of_module(name, value)
-    if type(value) in weakref.ProxyTypes:
+    if type(value) in weakref.ProxyTypes or _is_one_of(value, {"Trainer"}):
         return _of_trainer(name, value)
     if _is_left_out(value) or isinstance(value, random.SystemRandom):
         return [], []
@@ -233,14 +234,17 @@ def _explore(name: str, value: Any) -> tuple[list[Read], _Inside]:
         case np.random.Generator() | np.random.BitGenerator() | np.random.RandomState():
             return [lambda: (pickle.dumps(value),)], []
         case np.ndarray():
-            small = value.nbytes <= _SMALL_ARRAY and not value.dtype.hasobject
+            small = value.size <= _HUGE and not value.dtype.hasobject
             return [lambda: (value.tobytes(),)] if small else [], []
         case bytearray():
             return [lambda: (bytes(value),)], []
         case dict() | list() | tuple() | set() | frozenset() | deque():
             return _of_container(name, value)
         case types.MethodType():
-            return [], [(name, value.__self__), (name, value.__func__)]
+            owner, function = value.__self__, value.__func__
+            if _is_one_of(owner, {"Trainer"}) and _is_installed(function.__module__):
+                return [], []  # TRL's loss, which no training batch reaches, counts tokens
+            return [], [(name, owner), (name, function)]
         case types.FunctionType():
             return _of_function(name, value)
         case functools.partial():
@@ -292,25 +296,31 @@ def _is_quantised(parameter: Any) -> bool:
 def _of_trainer(name: str, trainer: Any) -> tuple[list[Read], _Inside]:
     """Return the attributes of a trainer whose ``compute_loss`` is the loss.
 
-    Only containers, arrays and generators are walked through: a subclass may remember examples in
-    them.
+    Only containers, arrays, generators, modules and objects of the user's classes are walked
+    through: a subclass may remember examples in them.
     """
     attributes = vars(trainer)
-    simple = (list, dict, set, deque, Tensor, np.ndarray, *_GENERATORS)
-    kept = {n: v for n, v in attributes.items() if type(v) in simple}
-    return [functools.partial(dict, attributes)], _named(name, kept)
+    simple = (list, dict, set, deque, Tensor, np.ndarray, nn.Module, *_GENERATORS)
+    kept = {
+        n: v
+        for n, v in attributes.items()
+        if isinstance(v, simple) or not _is_installed(type(v).__module__)
+    }
+    reads: list[Read] = [functools.partial(dict, attributes)]
+    reads += [functools.partial(dict, vars(part)) for part in (trainer.state, trainer.args)]
+    return reads, _named(name, kept)
 
 
 def _of_container(name: str, value: Any) -> tuple[list[Read], _Inside]:
     # Entries have the name of the container, because a key may be a value of an example.
-    if len(value) > _LARGE:
+    if len(value) > _HUGE:
         return [lambda: (len(value),)], []
+    reads: list[Read] = [] if isinstance(value, tuple | frozenset) else [lambda: tuple(value)]
+    inside = value
     if isinstance(value, dict):
         added = getattr(value, "__dict__", {})  # attributes of a subclass
-        inside = [*value.values(), *added.values()]
-        return [lambda: (*value, *value.values())], [(name, item) for item in inside]
-    reads: list[Read] = [] if isinstance(value, tuple | frozenset) else [lambda: tuple(value)]
-    return reads, [(name, item) for item in value]
+        reads, inside = [lambda: (*value, *value.values())], [*value.values(), *added.values()]
+    return reads, [(name, item) for item in inside] if len(value) <= _LARGE else []
 
 
 def _of_function(name: str, function: types.FunctionType) -> tuple[list[Read], _Inside]:
@@ -378,7 +388,12 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 def _is_left_out(value: Any) -> bool:
     if type(value).__module__.startswith("torch.distributed."):  # state of gathered weights
         return True
-    return any(base.__name__ in _LEFT_OUT for base in type(value).__mro__)
+    return _is_one_of(value, _LEFT_OUT)
+
+
+def _is_one_of(value: Any, names: Container[str]) -> bool:
+    """Return whether a class of a value has one of these names."""
+    return any(base.__name__ in names for base in type(value).__mro__)
 
 
 @functools.cache

@@ -6,7 +6,9 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar
+from weakref import proxy
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import StateGuard, warm_up
+from dp_grape_hf.gradients.checks import state
 from tests.support.collators import tokenizer
 from tests.support.models import only
 
@@ -103,6 +106,10 @@ def tensor_through_data(tensor: Tensor, value: int) -> None:
     tensor.data = torch.full_like(tensor, value)
 
 
+def _set_last(kept: Any, value: int) -> None:
+    kept[-1] = value
+
+
 UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
     "numpy generator": lambda: Keeping(np.random.default_rng(0), lambda g, _: g.random()),
     "old numpy generator": lambda: Keeping(np.random.RandomState(0), lambda g, _: g.rand()),
@@ -117,7 +124,10 @@ UNSOUND: dict[str, Callable[[], Callable[[int], Any]]] = {
     "dictionary": lambda: Keeping({}, lambda kept, value: kept.update({value: 1})),
     "dictionary's value": lambda: Keeping({0: 1}, lambda kept, value: kept.update({0: value})),
     "long list": lambda: Keeping([0] * 1000, list.append),
-    "array": lambda: Keeping(np.zeros(3), lambda kept, value: kept.__setitem__(0, value)),
+    "long list's value": lambda: Keeping([0] * 1000, _set_last),
+    "long dictionary's value": lambda: Keeping(dict.fromkeys(range(-1, 999), 0), _set_last),
+    "array": lambda: Keeping(np.zeros(3), _set_last),
+    "large array": lambda: Keeping(np.zeros(2**17), _set_last),
     "tensor": lambda: Keeping(torch.zeros(3), lambda kept, value: kept.add_(value)),
     "tensor's data": lambda: Keeping(torch.zeros(3), tensor_through_data),
     "class": InItsClass,
@@ -284,6 +294,44 @@ def test_what_a_hook_remembers_is_seen(where: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name} of the model"):
         with StateGuard(model=model).unchanged():
             model.norm(torch.randn(2, 3))
+
+
+class Trainer:
+    """Counts as the trainer of transformers, by its name."""
+
+    def __init__(self) -> None:
+        self.state, self.args = SimpleNamespace(), SimpleNamespace()
+        self.meter, self.teacher = Counting(), Parent()
+
+    def compute_loss(self) -> None:
+        """Return nothing."""
+
+
+@pytest.mark.parametrize("loss", [proxy, lambda trainer: trainer.compute_loss])
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda t: t.meter(1), "meter.count"),
+        (lambda t: t.teacher.layer.table.add_(1), "table"),
+        (lambda t: setattr(t.state, "mean", 1), "mean"),
+        (lambda t: setattr(t.args, "mean", 1), "mean"),
+    ],
+)
+def test_what_a_subclass_of_the_trainer_remembers_is_seen(
+    change: Callable[[Trainer], Any], where: str, loss: Callable[[Trainer], Any]
+) -> None:
+    trainer = Trainer()
+    with pytest.raises(PrivacyError, match=f"{where} of the loss"):
+        with StateGuard(loss=loss(trainer)).unchanged():
+            change(trainer)
+
+
+def test_a_large_model_hides_no_memory_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_MOST_PLACES", 3)
+    loss = Keeping([], list.append)
+    with pytest.raises(PrivacyError, match="kept of the loss"):
+        with StateGuard(model=Parent(), loss=loss).unchanged():
+            loss(1)
 
 
 def test_a_change_in_place_is_seen_by_the_version_counter() -> None:
