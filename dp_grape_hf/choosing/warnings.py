@@ -5,6 +5,8 @@ from dp_grape_hf.choosing.rates import OUTPUT_NOISE, Rates
 # Largest change of the features by noise, relative to their norm. Features that noise turns into a
 # constant change by exactly 1.
 _MAX_CHANGE = 0.99
+# Smallest change by noise in a run without a new head, if noise is larger than the signal.
+_MIN_CHANGE = 0.03
 # Bounds for noise and signal in an output, in units of the noise that rates are chosen for.
 _MAX_NOISE, _MIN_MOVE = 4.0, 2.5
 _MIN_SIGNAL_TO_NOISE = 10.0  # largest move of an output by signal, divided by its noise
@@ -33,6 +35,12 @@ def rate_warnings(rates: Rates, *, chosen: bool) -> list[str]:
             f"{leave}"
         )
     if head is None or head.output is None:
+        if not chosen and body is not None and body.effect < _MIN_CHANGE and body.most < body.noise:
+            warnings.append(
+                f"Nothing will be learnt: at learning_rate={body.rate:.2g}, even noise, which is "
+                f"larger than the signal, will change the {body.changes} by only {body.effect:.2g} "
+                f"of their norm in the whole run. {leave}"
+            )
         return warnings
     output, noise = head.output, OUTPUT_NOISE[head.output]
     if not chosen and head.effect > _MAX_NOISE * noise:

@@ -33,13 +33,16 @@ from transformers import (
 from dp_grape_hf.accounting import usual_batch_size
 from dp_grape_hf.arguments import PrivacyPlan
 from dp_grape_hf.choosing import (
+    Rates,
     Setting,
     average_at_first,
     clipped_apart,
     is_pretrained,
     last_layer,
+    rate_warnings,
     train_matrices_only,
 )
+from dp_grape_hf.choosing.rates import Group
 from dp_grape_hf.cli.main import main
 from dp_grape_hf.gradients import RewardLoss, loss_for
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Earlier, Ledger
@@ -574,6 +577,18 @@ def test_unsuitable_settings_are_reported_before_the_first_step(
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), **changes)
     trainer.start()
     assert any(said in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("effect", "most", "chosen", "warns"),
+    [(0.01, 1, False, 1), (0.1, 1, False, 0), (0.01, 3, False, 0), (0.01, 1, True, 0)],
+)
+def test_a_rate_too_small_without_a_new_head_is_reported(
+    effect: float, most: float, chosen: bool, warns: int
+) -> None:
+    body = Group("body", ["weight"], 4, 2e-5, noise=2.0, most=most, effect=effect)
+    warnings = rate_warnings(Rates({"weight": 2e-5}, body, None, False), chosen=chosen)
+    assert ["at learning_rate=2e-05, even noise" in text for text in warnings] == [True] * warns
 
 
 def test_no_warning_concerns_chosen_settings(
