@@ -23,9 +23,9 @@ NEXT_STEPS = """
 Run the script with its usual options, and add the options of a private run:
 
   --eps 8 --delta 1e-5            the privacy budget; delta far below 1 / N
-  --expected_batch_size 1024      examples per step: as many as your time allows
   --per_device_train_batch_size   examples in memory at a time: as many as fit
 
+Leave out learning_rate, in the script too. The package then chooses it, and the batch size.
 Epsilon protects a row of the training data. If one example or one person has several rows, name
 the column that tells them apart: --privacy_unit_column user_id.
 """
