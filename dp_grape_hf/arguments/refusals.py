@@ -55,7 +55,8 @@ def _refuse_promise(args: Any) -> None:
         raise PrivacyError(
             f"target_epsilon={args.target_epsilon!r} and "
             f"noise_multiplier={args.noise_multiplier!r}: pass exactly one of them. "
-            "target_epsilon=8.0 sets a budget; noise_multiplier=0 trains without privacy."
+            "target_epsilon=8.0 sets a budget; noise_multiplier=0 trains without privacy. A YAML "
+            "or JSON file needs these long names, not eps and delta."
         )
     if args.private and args.target_delta is None:
         raise PrivacyError(

@@ -286,6 +286,9 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     assert isinstance(yaml.safe_load(file.read_text())["target_delta"], str)
     args = HfArgumentParser(DPGrapeTrainingArguments).parse_yaml_file(file)[0]
     assert (args.target_epsilon, args.target_delta, args.max_grad_norm) == (6.0, 1e-5, 0.5)
+    file.write_text("output_dir: unused\neps: 6\ndelta: 1e-5\n")  # the parser drops these names
+    with pytest.raises(PrivacyError, match="YAML or JSON file needs these long names"):
+        HfArgumentParser(DPGrapeTrainingArguments).parse_yaml_file(file)
 
 
 # ---- Refused: values ----
