@@ -5,7 +5,7 @@ import logging
 import math
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class PrivacySpent:
     epsilon: float
     delta: float | None
     steps: int
-    mechanism: Mechanism
+    mechanism: Mechanism = field(repr=False)
 
     @property
     def private(self) -> bool:

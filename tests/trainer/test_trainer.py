@@ -200,7 +200,9 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Pat
         eval_data_is_public=True,
         **EVALUATING,
     )
-    assert trainer.state.global_step == trainer.ledger.steps == trainer.privacy_spent().steps == 2
+    spent = trainer.privacy_spent()
+    assert trainer.state.global_step == trainer.ledger.steps == spent.steps == 2
+    assert repr(spent) == f"PrivacySpent(epsilon={spent.epsilon}, delta={spent.delta}, steps=2)"
 
 
 # ---- Saving and loading ----
