@@ -58,6 +58,11 @@ _NOTES = {
         "train_dataset.filter(lambda row: len(row['input_ids']) > 0), or give each of them one "
         "token, for instance the one that ends a text."
     ),
+    r"^'(?!input_ids)\w+'$": (  # a KeyError
+        "An example or a batch lacks a column. If train_dataset has it, set "
+        "remove_unused_columns=False: the trainer removes columns that the model does not take, "
+        "before a transform or the data collator reads them."
+    ),
     r"Target -?\d+ is out of bounds": (
         "A label is not one of the model's classes, which count from 0. Load the model with the "
         "number of classes of the data, for instance by "

@@ -185,6 +185,8 @@ DIED = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
         (IndexError("Target 4 is out of bounds."), {"x": 1.5}, "num_labels=6"),
         (ValueError("give me input_ids"), {"text": "Ada", "label": 1}, "Tokenize them first"),
         (PrivacyError("no 'labels'"), {"input_ids": [1], "label": "good"}, "class_encode_column"),
+        (KeyError("image"), {"label": 1}, "remove_unused_columns=False"),
+        (KeyError("input_ids"), {"text": "Ada", "label": 1}, "Tokenize them first"),
         (DIED, {}, "It failed. A process that fetched examples died"),
     ],
 )
