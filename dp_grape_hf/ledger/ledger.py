@@ -153,7 +153,8 @@ class Ledger:
         except PrivacyError as error:
             raise PrivacyError(
                 f"no valid privacy ledger at {path}: {error} Without it, the epsilon spent is "
-                "unknown. Restore the file from a copy, or start a new run in another folder."
+                "unknown. Pass the folder that a run saved to. Restore a lost file from a copy, or "
+                "start a new run in another folder."
             ) from error
 
     @classmethod

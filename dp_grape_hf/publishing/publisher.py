@@ -361,4 +361,7 @@ def _advice(error: Exception) -> str:
             "The token was refused: pass one that may write to this repository as hub_token, or "
             "log in with hf auth login."
         )
-    return "The model is saved on this machine; push again with trainer.push_to_hub()."
+    return (
+        "A model that is saved on this machine can be sent later: push again with "
+        "trainer.push_to_hub(). Leave out push_to_hub=True to train without the Hub."
+    )

@@ -66,7 +66,7 @@ def require_whole_checkpoint(folder: str | Path) -> None:
     if fault:
         raise PrivacyError(
             f"resume_from_checkpoint={str(folder)!r} is not complete: {fault} Resume from another "
-            "one, or pass True for the last complete one."
+            "one, or pass True (not the text 'True') for the last complete one."
         )
 
 
