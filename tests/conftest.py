@@ -5,9 +5,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the first import of transformers
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -27,9 +25,7 @@ torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
 
 
 @pytest.hookimpl(wrapper=True)  # when fixtures are gone, whose garbage would be left for good
-def pytest_runtest_protocol(
-    item: pytest.Item, nextitem: pytest.Item | None
-) -> Generator[None, bool | None, bool | None]:
+def pytest_runtest_protocol(item, nextitem):
     """Leaves what was imported to no later collection of garbage: each run of a Trainer has one."""
     ran = yield
     if nextitem is None or nextitem.path != item.path:
@@ -39,7 +35,7 @@ def pytest_runtest_protocol(
 
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the marks in this hook, too
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+def pytest_collection_modifyitems(items):
     """Keeps tests that share a fixture in one process, under ``--dist loadgroup``.
 
     Files with slow ones of these begin, each as a whole, so that a fixture is made once: what takes
@@ -57,7 +53,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded():
     """Seeds the global generator, and leaves it to the next test as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -65,13 +61,13 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_remembered() -> None:
+def _nothing_remembered():
     """Forgets what earlier tests measured: a test may count measurements, or break them."""
     shutil.rmtree(Path(os.environ["HF_HOME"]) / "dp_grape_hf", ignore_errors=True)
 
 
 @pytest.fixture
-def releases(monkeypatch: pytest.MonkeyPatch) -> Any:
+def releases(monkeypatch):
     """Returns the list that every release of a trainer in this test is copied to."""
     from tests.support.trainers import spy_releases  # which some tests need not wait for
 

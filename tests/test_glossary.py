@@ -25,9 +25,9 @@ OF_HOST = {field.name for field in fields(TrainingArguments)}
 EXPORTED = {*dp_grape_hf.__all__, *dp_grape_hf._SUBPACKAGE_OF}
 
 
-def command_options() -> set[str]:
+def command_options():
     """Return the options of all commands, without those of a run."""
-    found: set[str] = set()
+    found = set()
     for command in COMMANDS:
         parser = argparse.ArgumentParser(add_help=False)
         getattr(options, f"add_{command}")(parser)
@@ -35,7 +35,7 @@ def command_options() -> set[str]:
     return found - OPTION_NAMES - OF_HOST
 
 
-def names_in(page: str) -> set[str]:
+def names_in(page):
     """Return the names in code on a page, without dashes, values and the package's name."""
     text = (ROOT / page).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
@@ -52,13 +52,13 @@ PUBLIC = {
 
 
 @pytest.mark.parametrize("kind", PUBLIC)
-def test_every_public_name_is_in_the_glossary(kind: str) -> None:
+def test_every_public_name_is_in_the_glossary(kind):
     names, page = PUBLIC[kind]
     assert names
     assert not names - names_in(page), f"add a row to {page}"
 
 
-def test_every_name_in_the_glossary_exists() -> None:
+def test_every_name_in_the_glossary_exists():
     known = {name for names, _ in PUBLIC.values() for name in names} | OF_HOST
     known |= {field.name for field in fields(DPGrapeTrainingArguments)}
     known |= {
@@ -82,7 +82,7 @@ def test_every_name_in_the_glossary_exists() -> None:
         assert hasattr(DPGrapeTrainer, name), name
 
 
-def anchor_of(heading: str) -> str:
+def anchor_of(heading):
     """Return the anchor of a heading, as GitHub and the site make it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
@@ -90,7 +90,7 @@ def anchor_of(heading: str) -> str:
 @pytest.mark.parametrize(
     "page", sorted(ROOT.glob("dp_grape_hf/*/README.md")), ids=lambda page: page.parent.name
 )
-def test_a_page_of_a_subpackage_has_no_forward_reference(page: Path) -> None:
+def test_a_page_of_a_subpackage_has_no_forward_reference(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.S | re.M)
     introduction = text.partition("\n## ")[0]
     assert "recipes/guide/glossary.md" in introduction, "link the glossary before the first section"

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -66,7 +65,7 @@ MOST_WORDS = 10
 MACHINE_PATH = re.compile(r"(?<![\w.\-{}])/(?:work|root|opt|home|Users)/")
 
 
-def modules_of(folder: str) -> dict[str, Path]:
+def modules_of(folder):
     """The modules below a top-level folder, by dotted name; a package has that of its folder."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -80,25 +79,25 @@ EVERY = MODULES | OTHERS
 PUBLISHED = MODULES | modules_of("recipes")
 
 
-def subpackage_of(module: str) -> str | None:
+def subpackage_of(module):
     """The subpackage of a module; None for the ``__init__`` of the package."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] or None if package == PACKAGE else None
 
 
 @cache
-def nodes(path: Path) -> list[ast.AST]:
+def nodes(path):
     """The syntax of a file."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
 @cache
-def imports(path: Path) -> tuple[tuple[str, str], ...]:
+def imports(path):
     """Every import of a file as a module and the name taken from it, "" for the module itself."""
     return tuple(_imports(path))
 
 
-def _imports(path: Path) -> Iterator[tuple[str, str]]:
+def _imports(path):
     for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -109,12 +108,12 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
                 yield (inner, "") if inner in EVERY else (node.module or "", alias.name)
 
 
-def libraries(path: Path) -> set[str]:
+def libraries(path):
     """The top-level packages that a file imports."""
     return {module.partition(".")[0] for module, _ in imports(path)}
 
 
-def tracked_files() -> list[Path]:
+def tracked_files():
     """What git tracks, or a skip where there is no checkout."""
     if not (ROOT / ".git").exists() or shutil.which("git") is None:
         pytest.skip("not a git checkout: there is no list of committed files to look at")
@@ -126,20 +125,20 @@ def tracked_files() -> list[Path]:
     return [Path(name) for name in listed.stdout.split("\0") if name]
 
 
-def assert_none(wrong: dict[str, set[str]], what: str) -> None:
+def assert_none(wrong, what):
     """Fails with what is wrong in each module."""
     found = {module: sorted(names) for module, names in wrong.items() if names}
     assert not found, f"{what}: {found}"
 
 
 @pytest.mark.parametrize("folder", [PACKAGE, "recipes", "tests"])
-def test_every_folder_of_modules_is_a_package(folder: str) -> None:
+def test_every_folder_of_modules_is_a_package(folder):
     folders = {path.parent for path in (ROOT / folder).rglob("*.py")}
     missing = {place.name for place in folders if not (place / "__init__.py").exists()}
     assert not missing, f"no wheel would hold {', '.join(sorted(missing))}: add __init__.py"
 
 
-def test_a_subpackage_imports_only_from_lower_layers() -> None:
+def test_a_subpackage_imports_only_from_lower_layers():
     names = {name for name in map(subpackage_of, MODULES) if name}
     assert names <= {*LAYER_OF}, "add the subpackage to LAYERS, above all that import it"
     wrong = {}
@@ -152,7 +151,7 @@ def test_a_subpackage_imports_only_from_lower_layers() -> None:
     assert_none(wrong, "these subpackages may not be imported there")
 
 
-def test_another_subpackage_is_imported_by_its_public_names() -> None:
+def test_another_subpackage_is_imported_by_its_public_names():
     wrong = {
         module: {
             name
@@ -166,7 +165,7 @@ def test_another_subpackage_is_imported_by_its_public_names() -> None:
     assert_none(wrong, "import from the subpackage itself")
 
 
-def underscored(path: Path) -> set[str]:
+def underscored(path):
     """The names with an underscore that a module takes from another one."""
     taken = {
         f"{name}.{taken}" for name, taken in imports(path) if name in MODULES and taken[:1] == "_"
@@ -188,12 +187,12 @@ def underscored(path: Path) -> set[str]:
     }
 
 
-def test_a_name_with_an_underscore_stays_in_its_module() -> None:
+def test_a_name_with_an_underscore_stays_in_its_module():
     wrong = {module: underscored(path) for module, path in PUBLISHED.items()}
     assert_none(wrong, "a name with an underscore is used elsewhere")
 
 
-def test_no_import_leads_back() -> None:
+def test_no_import_leads_back():
     graph = {
         module: {name for name, _ in imports(path) if name in MODULES and name != module}
         for module, path in MODULES.items()
@@ -205,7 +204,7 @@ def test_no_import_leads_back() -> None:
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_no_test_module_is_imported() -> None:
+def test_no_test_module_is_imported():
     wrong = {
         module: {
             name
@@ -217,7 +216,7 @@ def test_no_test_module_is_imported() -> None:
     assert_none(wrong, "move what is shared to tests/support")
 
 
-def test_a_docstring_begins_with_an_imperative_or_a_noun() -> None:
+def test_a_docstring_begins_with_an_imperative_or_a_noun():
     wrong = {
         module: {
             f"{getattr(node, 'name', 'module')}: {text.partition(chr(10))[0]}"
@@ -230,7 +229,7 @@ def test_a_docstring_begins_with_an_imperative_or_a_noun() -> None:
     assert_none(wrong, "ruff (D401) checks verbs; write 'Return whether' or 'True if'")
 
 
-def test_no_name_of_a_test_has_more_than_ten_words() -> None:
+def test_no_name_of_a_test_has_more_than_ten_words():
     wrong = {
         module: {
             node.name
@@ -244,7 +243,7 @@ def test_no_name_of_a_test_has_more_than_ten_words() -> None:
     assert_none(wrong, f"state the property in at most {MOST_WORDS} words")
 
 
-def test_a_library_is_imported_only_where_it_belongs() -> None:
+def test_a_library_is_imported_only_where_it_belongs():
     wrong = {
         module: {
             name
@@ -256,7 +255,7 @@ def test_a_library_is_imported_only_where_it_belongs() -> None:
     assert_none(wrong, "these libraries are known only in some places")
 
 
-def test_no_module_imports_the_compiler() -> None:
+def test_no_module_imports_the_compiler():
     wrong = {
         module: {name for name, _ in imports(path) if name.startswith("torch._dynamo")}
         for module, path in MODULES.items()
@@ -264,7 +263,7 @@ def test_no_module_imports_the_compiler() -> None:
     assert_none(wrong, "it takes seconds of every start: look in sys.modules whether it was used")
 
 
-def test_every_import_is_declared_in_setup_cfg() -> None:
+def test_every_import_is_declared_in_setup_cfg():
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
@@ -279,7 +278,7 @@ def test_every_import_is_declared_in_setup_cfg() -> None:
     assert_none(missing, "add to install_requires in setup.cfg")
 
 
-def test_a_module_never_prints() -> None:
+def test_a_module_never_prints():
     wrong = {
         module: {
             f"line {node.lineno}"
@@ -293,12 +292,12 @@ def test_a_module_never_prints() -> None:
     assert_none(wrong, "use logging")
 
 
-def test_only_the_known_entries_are_at_the_top() -> None:
+def test_only_the_known_entries_are_at_the_top():
     unknown = {path.parts[0] for path in tracked_files()} - TOP_LEVEL
     assert not unknown, f"move below a folder or delete: {', '.join(sorted(unknown))}"
 
 
-def test_no_committed_file_names_a_path_of_one_machine() -> None:
+def test_no_committed_file_names_a_path_of_one_machine():
     found = []
     for path in tracked_files():
         try:
@@ -312,13 +311,13 @@ def test_no_committed_file_names_a_path_of_one_machine() -> None:
 
 
 @pytest.mark.parametrize("folder", ["work", "root", "opt", "home"])
-def test_a_path_of_one_machine_is_recognised(folder: str) -> None:
+def test_a_path_of_one_machine_is_recognised(folder):
     assert MACHINE_PATH.search(f"see /{folder}/notes")
     assert MACHINE_PATH.search(f'path="/{folder}/notes"')
     assert not MACHINE_PATH.search(f"models/{folder}/125m and facebook/{folder}-125m")
 
 
-def test_the_pinned_versions_can_be_installed_anywhere() -> None:
+def test_the_pinned_versions_can_be_installed_anywhere():
     pins = (ROOT / ".ci" / "constraints.txt").read_text().splitlines()
     wrong = [
         line

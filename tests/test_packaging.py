@@ -8,9 +8,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Sequence
-from email.message import Message
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from recipes.site.distributions import copy_published
 from recipes.site.links import ROOT, repository
 
 
-def run(command: Sequence[str], folder: Path, **environment: str) -> str:
+def run(command, folder, **environment):
     done = subprocess.run(
         command,
         cwd=folder,
@@ -32,7 +29,7 @@ def run(command: Sequence[str], folder: Path, **environment: str) -> str:
     return done.stdout
 
 
-def build(what: str, source: Path, folder: Path) -> Path:
+def build(what, source, folder):
     """Builds a ``wheel`` or an ``sdist``, and returns its file."""
     python = [sys.executable, "-m", "build", "--no-isolation", f"--{what}"]
     run([*python, "--outdir", str(folder), str(source)], ROOT)
@@ -40,18 +37,18 @@ def build(what: str, source: Path, folder: Path) -> Path:
     return made
 
 
-def contents(wheel: Path) -> dict[str, bytes]:
+def contents(wheel):
     with zipfile.ZipFile(wheel) as opened:
         return {name: opened.read(name) for name in opened.namelist()}
 
 
-def metadata_of(files: dict[str, bytes]) -> Message:
+def metadata_of(files):
     (name,) = (name for name in files if name.endswith(".dist-info/METADATA"))
     return email.message_from_bytes(files[name])
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tree(tmp_path_factory):
     """What is published, as it is handed to the builder."""
     folder = tmp_path_factory.mktemp("tree")
     copy_published(folder)
@@ -59,12 +56,12 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tree, tmp_path_factory):
     return build("wheel", tree, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
-def test_the_wheel_contains_exactly_the_files_of_the_package(wheel: Path) -> None:
+def test_the_wheel_contains_exactly_the_files_of_the_package(wheel):
     package = ROOT / "dp_grape_hf"
     ours = {path for path in package.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     expected = {path.relative_to(ROOT).as_posix() for path in ours}
@@ -75,9 +72,7 @@ def test_the_wheel_contains_exactly_the_files_of_the_package(wheel: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_source_distribution_builds_the_same_wheel(
-    tree: Path, wheel: Path, tmp_path: Path
-) -> None:
+def test_the_source_distribution_builds_the_same_wheel(tree, wheel, tmp_path):
     with tarfile.open(build("sdist", tree, tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "source", filter="data")
     (source,) = (tmp_path / "source").iterdir()
@@ -88,7 +83,7 @@ def test_the_source_distribution_builds_the_same_wheel(
 
 
 @pytest.mark.slow
-def test_an_installed_wheel_is_imported_and_has_the_command(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_is_imported_and_has_the_command(wheel, tmp_path):
     place = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index"]
     run([*pip, "--disable-pip-version-check", "--target", str(place), str(wheel)], tmp_path)
@@ -110,7 +105,7 @@ def test_an_installed_wheel_is_imported_and_has_the_command(wheel: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_metadata_say_whose_it_is_and_where(wheel: Path) -> None:
+def test_the_metadata_say_whose_it_is_and_where(wheel):
     said = metadata_of(contents(wheel))
     assert said["Description-Content-Type"] == "text/markdown"
     addresses = dict(line.split(", ") for line in said.get_all("Project-URL", []))
@@ -122,7 +117,7 @@ def test_the_metadata_say_whose_it_is_and_where(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_description_is_the_readme_with_absolute_links(wheel: Path) -> None:
+def test_the_description_is_the_readme_with_absolute_links(wheel):
     description = metadata_of(contents(wheel)).get_payload(decode=True).decode("utf-8")
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     page = re.sub(r"<!--.*?-->\n", "", page)

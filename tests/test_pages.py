@@ -28,7 +28,7 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,11 @@ class Block:
     not_run: str | None
 
 
-def text_of(page: str) -> str:
+def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-def blocks_of(text: str) -> list[Block]:
+def blocks_of(text):
     """Returns the blocks of a page in order."""
     found, above, inside = [], "", None
     for number, line in enumerate(text.splitlines(), start=1):
@@ -104,18 +104,18 @@ def blocks_of(text: str) -> list[Block]:
     return found
 
 
-def prose_of(text: str) -> str:
+def prose_of(text):
     return re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def commands_of(text: str) -> Iterator[list[str]]:
+def commands_of(text):
     """Yields the words of each command of a ``sh`` block."""
     for line in text.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
 
 
-def transcript_of(text: str) -> Iterator[tuple[list[str], str]]:
+def transcript_of(text):
     """Yields the words of each command of a ``console`` block, and what it prints."""
     assert text.startswith("$ "), "a console block begins with a command"
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
@@ -130,23 +130,23 @@ SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABUL
 Prelude = Callable[[], dict[str, Any]]
 
 
-def classifier() -> BertForSequenceClassification:
+def classifier():
     sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 16}
     return BertForSequenceClassification(BertConfig(**SMALL, **sizes))
 
 
-def sentences(num_samples: int) -> Dataset:
+def sentences(num_samples):
     ids = torch.randint(4, VOCABULARY, (num_samples, 8))
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": (ids[:, 0] % 2).tolist()})
 
 
-def own_script() -> dict[str, Any]:
+def own_script():
     """What a script has before it is made private."""
     data = {"train_dataset": sentences(1024), "eval_dataset": sentences(8)}
     return {"model": classifier(), "tokenizer": tokenizer(), **data}
 
 
-def saved_run() -> dict[str, Any]:
+def saved_run():
     """A private run that was saved in ``out``."""
     args = DPGrapeTrainingArguments(
         output_dir="out", eps=8.0, delta=1e-3, max_steps=STEPS, report_to="none", disable_tqdm=True
@@ -157,13 +157,13 @@ def saved_run() -> dict[str, Any]:
     return {}
 
 
-def saved_run_and_base() -> dict[str, Any]:
+def saved_run_and_base():
     """A run that was saved in ``out``, and what another begins with."""
     classifier().save_pretrained("my-model")
     return saved_run() | {"train_dataset": sentences(64)}
 
 
-def causal_model() -> dict[str, Any]:
+def causal_model():
     """A language model in ``my-model``, and data for it."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
     llama().save_pretrained("my-model")
@@ -172,7 +172,7 @@ def causal_model() -> dict[str, Any]:
     return {"prompts_and_completions": Dataset.from_list(rows)}
 
 
-def preferences() -> dict[str, Any]:
+def preferences():
     """A language model in ``my-model``, private preferences and public prompts."""
     causal_model()
     pairs = [{"chosen": f"w{i % 24} w1", "rejected": f"w{i % 24} w2 w3"} for i in range(64)]
@@ -183,7 +183,7 @@ def preferences() -> dict[str, Any]:
     }
 
 
-def configurations() -> dict[str, Any]:
+def configurations():
     """Of RoBERTa-large, and of a small one."""
     for name, hidden, layers in (("large", 1024, 24), ("small", 256, 4)):
         RobertaConfig(
@@ -199,13 +199,13 @@ def configurations() -> dict[str, Any]:
     return {}
 
 
-def cards() -> dict[str, Any]:
+def cards():
     """The published cards, to be written again."""
     shutil.copytree(ROOT / "model_cards", "model_cards")
     return {}
 
 
-PRELUDES: dict[str, Prelude] = {
+PRELUDES = {
     "README.md": own_script,
     "dp_grape_hf/ledger/README.md": saved_run,
     "dp_grape_hf/memory/README.md": configurations,
@@ -219,12 +219,12 @@ PRELUDES: dict[str, Prelude] = {
 class _Stops(TrainerCallback):
     """Ends a run that a page shows at its usual length."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+    def on_step_end(self, args, state, control, **rest):
         control.should_training_stop = state.global_step >= STEPS
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def desk(tmp_path, monkeypatch):
     """An empty folder to run a page in, with a Hub that takes what is published."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trainer, "DEFAULT_CALLBACKS", [*trainer.DEFAULT_CALLBACKS, _Stops])
@@ -243,11 +243,11 @@ class _Understood(Exception):
 
 
 @contextlib.contextmanager
-def only_parsing() -> Iterator[None]:
+def only_parsing():
     """Ends a program as soon as a parser has understood all its words; fails if none does."""
     original, depth = argparse.ArgumentParser.parse_known_args, 0
 
-    def watched(self: Any, *args: Any, **rest: Any) -> Any:
+    def watched(self, *args, **rest):
         nonlocal depth
         depth += 1  # a parser of a subcommand is called by another one
         try:
@@ -272,7 +272,7 @@ def only_parsing() -> Iterator[None]:
     raise AssertionError("it reads no words")
 
 
-def parse_module(name: str, words: Sequence[str]) -> None:
+def parse_module(name, words):
     """Lets a recipe that is run by ``-m`` read its words; of other modules, that they exist."""
     assert importlib.util.find_spec(name), f"there is no module {name}"
     if name.startswith("recipes.") and words:
@@ -282,7 +282,7 @@ def parse_module(name: str, words: Sequence[str]) -> None:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def parse_make(words: Sequence[str]) -> None:
+def parse_make(words):
     targets = [word for word in words if "=" not in word]
     known = re.findall(r"^([\w-]+):.*## ", text_of("Makefile"), re.MULTILINE)
     unknown = set(targets) - set(known)
@@ -290,7 +290,7 @@ def parse_make(words: Sequence[str]) -> None:
     subprocess.run(["make", "-n", *words], cwd=ROOT, check=True, capture_output=True)
 
 
-def parse_pip(words: Sequence[str]) -> None:
+def parse_pip(words):
     """The extras of this package exist; what else is installed is the network's affair."""
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
@@ -299,19 +299,19 @@ def parse_pip(words: Sequence[str]) -> None:
         assert set(extras.split(",")) <= config["options.extras_require"].keys()
 
 
-def parse_accelerate(words: Sequence[str]) -> None:
+def parse_accelerate(words):
     assert words[0] == "launch"
     args = launch_command_parser().parse_args(words[1:])
     assert args.module
     parse_module(args.training_script, args.training_script_args)
 
 
-def parse_dp_grape(words: Sequence[str]) -> None:
+def parse_dp_grape(words):
     with only_parsing():
         main([*words])
 
 
-def run_dp_grape(words: Sequence[str]) -> str:
+def run_dp_grape(words):
     """Runs a command, which has to succeed, and returns what it prints."""
     printed, refused = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):
@@ -320,7 +320,7 @@ def run_dp_grape(words: Sequence[str]) -> str:
     return printed.getvalue()
 
 
-PARSE: dict[str, Callable[[Sequence[str]], None]] = {
+PARSE = {
     "accelerate": parse_accelerate,
     "dp-grape": parse_dp_grape,
     "make": parse_make,
@@ -331,7 +331,7 @@ PARSE: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 
-def parse(words: Sequence[str]) -> None:
+def parse(words):
     assert words[0] in PARSE, f"say in PARSE how {words[0]!r} is checked, or mark it as not run"
     PARSE[words[0]](words[1:])
 
@@ -347,7 +347,7 @@ each_page = pytest.mark.parametrize("page", PAGES)
     "ignore:`(is_)?gradient_checkpointing(_\\w+)?` is deprecated",  # TRL and PEFT use it
     "ignore:Use 'content=<...>' to upload:DeprecationWarning",  # huggingface_hub does
 )
-def test_a_page_runs_from_top_to_bottom(page: str) -> None:
+def test_a_page_runs_from_top_to_bottom(page):
     text = text_of(page)
     names, printed = PRELUDES.get(page, dict)(), None
     for block in blocks_of(text):
@@ -399,13 +399,13 @@ LONG_COMMANDS = [
     ids=[f"{page}: {words[0]}" for page, words, _ in LONG_COMMANDS],
 )
 @pytest.mark.usefixtures("desk")
-def test_a_long_command_prints_what_the_page_shows(page: str, words: list[str], shown: str) -> None:
+def test_a_long_command_prints_what_the_page_shows(page, words, shown):
     PRELUDES.get(page, dict)()
     assert run_dp_grape(words).strip("\n") == shown
 
 
 @each_page
-def test_a_command_within_a_sentence_exists(page: str) -> None:
+def test_a_command_within_a_sentence_exists(page):
     for span in re.findall(
         r"`((?:dp-grape|make|python -m|pip install|accelerate launch) [^`]+)`", text_of(page)
     ):
@@ -422,7 +422,7 @@ def test_a_command_within_a_sentence_exists(page: str) -> None:
 
 
 @each_page
-def test_a_link_leads_somewhere(page: str) -> None:
+def test_a_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(text_of(page))):
         if target.startswith(("https://", "http://")):
             continue
@@ -434,22 +434,22 @@ def test_a_link_leads_somewhere(page: str) -> None:
 
 
 @each_page
-def test_a_file_that_a_page_names_is_there(page: str) -> None:
+def test_a_file_that_a_page_names_is_there(page):
     files = {str(path) for top in TOPS for path in (ROOT / top).rglob("*.*")}
     named = re.findall(r"`([\w/]+\.(?:py|yaml|md))`", prose_of(text_of(page)))
     missing = {name for name in named if not any(path.endswith(f"/{name}") for path in files)}
     assert not missing, f"{page}: {missing}"
 
 
-def anchors_of(text: str) -> set[str]:
+def anchors_of(text):
     """Returns what GitHub calls the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", prose_of(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def first_column(page: str, header: str) -> set[str]:
+def first_column(page, header):
     """Returns what stands in code in the first column of the tables with that header."""
-    found: set[str] = set()
+    found = set()
     for table in re.findall(rf"^\| {header} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.M):
         for row in table.splitlines():
             found |= set(re.findall(r"`([^`]+)`", row.split("|")[1]))
@@ -465,14 +465,14 @@ def first_column(page: str, header: str) -> set[str]:
         ("dp_grape_hf/projections/README.md", "Option"),
     ],
 )
-def test_a_table_of_options_names_arguments(page: str, header: str) -> None:
+def test_a_table_of_options_names_arguments(page, header):
     options = fields(DPGrapeTrainingArguments)
     known = {option.name for option in options}
     known |= {name.lstrip("-") for option in options for name in option.metadata.get("aliases", ())}
     assert not first_column(page, header) - known
 
 
-def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
+def test_the_tables_of_methods_accountants_and_commands_are_whole():
     methods = first_column("dp_grape_hf/arguments/README.md", "`method`")
     assert methods == {*OURS}, "add a line to the page of arguments"
     accountants = first_column("dp_grape_hf/accounting/README.md", "`accountant`")
@@ -481,14 +481,14 @@ def test_the_tables_of_methods_accountants_and_commands_are_whole() -> None:
     assert commands == COMMANDS.keys(), "add a line to the page of cli"
 
 
-def rows_of(page: str, header: str) -> list[list[str]]:
+def rows_of(page, header):
     """The cells of the table that begins with these titles."""
     (table,) = re.findall(rf"^\| {header} .*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.M)
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
 
 
 @pytest.mark.slow
-def test_the_table_of_replace_one_is_what_the_package_computes() -> None:
+def test_the_table_of_replace_one_is_what_the_package_computes():
     rows = rows_of("dp_grape_hf/accounting/README.md", r"N \| Expected batch size \| Steps")
     for size, batch, steps, epsilon, *said in rows:
         adding, replacing = (
@@ -504,7 +504,7 @@ def test_the_table_of_replace_one_is_what_the_package_computes() -> None:
         assert said == [f"{replacing:.2f}", f"{replacing / adding:.2f}"]
 
 
-def test_the_table_of_bets_is_what_its_formulas_say() -> None:
+def test_the_table_of_bets_is_what_its_formulas_say():
     for epsilon, *said in rows_of("recipes/guide/epsilon.md", r"ε \| .+ \| An even bet"):
         odds = math.exp(float(epsilon))
         values = odds, odds / (1 + odds), odds / (99 + odds), odds / 1000
@@ -517,13 +517,13 @@ def test_the_table_of_bets_is_what_its_formulas_say() -> None:
             assert float(number) == round(value * (100 if "%" in cell else 1), places)
 
 
-def test_the_first_page_leads_to_every_other() -> None:
+def test_the_first_page_leads_to_every_other():
     linked = set(re.findall(r"\]\(([^)\s]+)\)", text_of("README.md")))
     of_recipes = {page for page in PAGES if page.startswith("recipes/")}
     assert not set(PAGES) - of_recipes - linked - {"README.md"}
 
 
-def test_only_recipes_show_what_is_not_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_recipes_show_what_is_not_run(capsys):
     left = [(page, block) for page in PAGES for block in blocks_of(text_of(page)) if block.not_run]
     with capsys.disabled():
         for page, block in left:
@@ -544,12 +544,12 @@ def test_only_recipes_show_what_is_not_run(capsys: pytest.CaptureFixture[str]) -
         "wget weights",
     ],
 )
-def test_a_wrong_command_is_seen(command: str) -> None:
+def test_a_wrong_command_is_seen(command):
     with pytest.raises((AssertionError, SystemExit, ValueError)):
         parse(shlex.split(command))
 
 
-def test_the_blocks_of_a_page_are_found() -> None:
+def test_the_blocks_of_a_page_are_found():
     text = "a\n```python\nx = 1\n\ny\n```\n\n<!-- not run: no GPU -->\n\n```sh\n"
     text += "make \\\n  demo # b\n```"
     code, command = blocks_of(text)

@@ -8,7 +8,6 @@ import math
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy.linalg import toeplitz
 
 from dp_grape_hf.accounting import (
@@ -28,14 +27,14 @@ from dp_grape_hf.errors import PrivacyError
 COEFFICIENTS = (0.8, 0.48, 0.36)
 
 
-def _linear(steps: int) -> NDArray[np.float64]:
+def _linear(steps):
     return 1 - np.arange(steps) / steps
 
 
 # ---- What is left ----
 
 
-def test_release_weights_are_the_sums_of_an_update_rule() -> None:
+def test_release_weights_are_the_sums_of_an_update_rule():
     rates, inertia = np.array([1.0, 0.5, 0.25, 2.0]), 0.9
     for step in range(4):
         running, weight = 0.0, 0.0
@@ -45,7 +44,7 @@ def test_release_weights_are_the_sums_of_an_update_rule() -> None:
         assert release_weights(rates, inertia)[0, step] == pytest.approx(weight)
 
 
-def test_release_weights_after_a_redraw_are_separate() -> None:
+def test_release_weights_after_a_redraw_are_separate():
     """Momentum carries a release over the redraw; what weights get there lies elsewhere."""
     split = release_weights(np.ones(6), 0.5, period=4)
     assert split.shape == (2, 6)
@@ -53,7 +52,7 @@ def test_release_weights_after_a_redraw_are_separate() -> None:
     np.testing.assert_allclose(split[1], [0.09375, 0.1875, 0.375, 0.75, 1.5, 1.0])
 
 
-def test_noise_is_that_of_the_inverse_matrix() -> None:
+def test_noise_is_that_of_the_inverse_matrix():
     """Of one release, of all, and what is left of it in the weights."""
     weights = release_weights(_linear(20), 0.9, period=7)
     column = np.pad(COEFFICIENTS, (0, 20 - len(COEFFICIENTS)))
@@ -66,9 +65,7 @@ def test_noise_is_that_of_the_inverse_matrix() -> None:
 
 
 @pytest.mark.parametrize(("bands", "inertia"), [(2, 0.0), (16, 0.9)])
-def test_coefficients_have_length_one_and_no_small_change_improves_them(
-    bands: int, inertia: float
-) -> None:
+def test_coefficients_have_length_one_and_no_small_change_improves_them(bands, inertia):
     weights = release_weights(_linear(60), inertia)
     best = best_coefficients(bands, weights)
     assert math.fsum(c * c for c in best) == pytest.approx(1, abs=1e-12)
@@ -80,7 +77,7 @@ def test_coefficients_have_length_one_and_no_small_change_improves_them(
         assert noise_left(tuple(other), weights) >= least * (1 - 1e-4)
 
 
-def test_coefficients_are_those_of_another_library() -> None:
+def test_coefficients_are_those_of_another_library():
     """What jax_privacy 2.0 finds for a running sum of 200 steps, in the mean over steps."""
     theirs = (0.6480137370, 0.4924985721, 0.4358909506, 0.3840864906)
     found = best_coefficients(len(theirs), np.tril(np.ones((200, 200))))
@@ -91,14 +88,14 @@ def test_coefficients_are_those_of_another_library() -> None:
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(4, 200), (8, 203)])
-def test_epsilon_equals_a_bth_of_the_steps_at_b_q(bands: int, steps: int) -> None:
+def test_epsilon_equals_a_bth_of_the_steps_at_b_q(bands, steps):
     budget = {"noise_multiplier": 2.0, "delta": 1e-5, "accountant": "rdp"}
     banded = compute_epsilon(sample_rate=0.02, steps=steps, bands=bands, **budget)
     releases = math.ceil(steps / bands)
     assert banded == compute_epsilon(sample_rate=0.02 * bands, steps=releases, **budget)
 
 
-def test_epsilon_is_that_of_the_event_of_amplified_banded_factorisation() -> None:
+def test_epsilon_is_that_of_the_event_of_amplified_banded_factorisation():
     """Within 0.1 %, as dp-accounting composes the event itself.
 
     jax-privacy's ``amplified_bandmf_event`` is this one.
@@ -117,7 +114,7 @@ def test_epsilon_is_that_of_the_event_of_amplified_banded_factorisation() -> Non
     assert theirs * (1 - 1e-3) <= ours <= theirs * (1 + 1e-3)
 
 
-def test_epsilon_is_not_below_that_of_its_own_composition() -> None:
+def test_epsilon_is_not_below_that_of_its_own_composition():
     """The hockey-stick divergence of a mixture, one release an example, by quadrature."""
     sigma, rate, bands = 1.3, 0.05, 10
     epsilon = compute_epsilon(
@@ -129,7 +126,7 @@ def test_epsilon_is_not_below_that_of_its_own_composition() -> None:
     mixed = (1 - bands * rate) * plain + bands * rate * moved
     scale = (x[1] - x[0]) / (sigma * math.sqrt(2 * math.pi))
 
-    def delta(epsilon: float) -> float:
+    def delta(epsilon):
         both = [(mixed, plain), (plain, mixed)]
         return max(np.clip(p - math.exp(epsilon) * r, 0, None).sum() * scale for p, r in both)
 
@@ -137,7 +134,7 @@ def test_epsilon_is_not_below_that_of_its_own_composition() -> None:
     assert delta(epsilon * (1 - 1e-3)) >= 1e-5
 
 
-def test_bands_compose_with_what_was_released_before() -> None:
+def test_bands_compose_with_what_was_released_before():
     both = [Releases(2.0, 0.02, 200, bands=8), Releases(2.0, 0.16, 25)]
     merged = [Releases(2.0, 0.16, 50)]
     assert compose_epsilon(both, delta=1e-5) == compose_epsilon(merged, delta=1e-5)
@@ -151,9 +148,9 @@ def test_bands_compose_with_what_was_released_before() -> None:
         ({"bands": 4, "adjacency": "replace_one"}, "cannot compute epsilon for both"),
     ],
 )
-def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) -> None:
+def test_what_has_no_analysis_is_refused(changed, words):
     with pytest.raises(PrivacyError, match=words):
-        Releases(1.0, 0.02, 100, **changed).block()  # type: ignore[arg-type]
+        Releases(1.0, 0.02, 100, **changed).block()
 
 
 @pytest.mark.parametrize(
@@ -164,14 +161,12 @@ def test_what_has_no_analysis_is_refused(changed: dict[str, int], words: str) ->
         pytest.param(50_000, 1024, 2000, 6.0, 0.77, marks=pytest.mark.slow),
     ],
 )
-def test_bands_gain_what_they_can(
-    size: int, batch: int, steps: int, epsilon: float, most: float
-) -> None:
+def test_bands_gain_what_they_can(size, batch, steps, epsilon, most):
     """Within the budget, and by as much as a local search by hand had found."""
     rates = _linear(steps)
     weights = release_weights(rates, 0.9)
     budget = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": batch / size}
-    found = find_bands(**budget, steps=steps, schedule=rates, inertia=0.9)  # type: ignore[arg-type]
+    found = find_bands(**budget, steps=steps, schedule=rates, inertia=0.9)
     assert found.left <= most
     bands = len(found.coefficients)
     assert bands * batch <= size
@@ -183,15 +178,15 @@ def test_bands_gain_what_they_can(
         delta=1e-5,
     )
     assert spent <= epsilon
-    alone = find_noise_multiplier(**budget, steps=steps)  # type: ignore[arg-type]
+    alone = find_noise_multiplier(**budget, steps=steps)
     left = found.noise_multiplier * noise_left(found.coefficients, weights)
     assert found.left == pytest.approx(left / (alone * noise_left((1.0,), weights)), rel=1e-9)
 
 
-def test_where_nothing_is_gained_noise_is_independent() -> None:
+def test_where_nothing_is_gained_noise_is_independent():
     """With q = 1 each example is in all draws, and no group could have turns."""
     budget = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 1.0, "steps": 20}
-    found = find_bands(**budget, schedule=_linear(20), inertia=0.9)  # type: ignore[arg-type]
+    found = find_bands(**budget, schedule=_linear(20), inertia=0.9)
     assert found.coefficients == (1.0,)
     assert found.left == 1.0
-    assert found.noise_multiplier == find_noise_multiplier(**budget)  # type: ignore[arg-type]
+    assert found.noise_multiplier == find_noise_multiplier(**budget)

@@ -7,9 +7,7 @@ mechanism (Balle and Wang, 2018) and direct quadrature; each knows nothing of th
 import logging
 import math
 import re
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import pytest
@@ -42,14 +40,14 @@ MECHANISMS = [
     (20.0, 1.0, 100, 1e-5),
 ]
 
-VALID: dict[str, Any] = {
+VALID = {
     "noise_multiplier": 1.0,
     "sample_rate": 0.1,
     "steps": 10,
     "delta": 1e-5,
     "accountant": "rdp",
 }
-VALID_TARGET: dict[str, Any] = {
+VALID_TARGET = {
     "target_epsilon": 2.0,
     "target_delta": 1e-5,
     "sample_rate": 0.1,
@@ -59,16 +57,14 @@ VALID_TARGET: dict[str, Any] = {
 
 
 @lru_cache
-def epsilon_of(sigma: float, q: float, steps: int, delta: float, accountant: str) -> float:
+def epsilon_of(sigma, q, steps, delta, accountant):
     return compute_epsilon(
         noise_multiplier=sigma, sample_rate=q, steps=steps, delta=delta, accountant=accountant
     )
 
 
 @lru_cache
-def tight_epsilon(
-    sigma: float, q: float, steps: int, delta: float, pessimistic: bool = True
-) -> float:
+def tight_epsilon(sigma, q, steps, delta, pessimistic=True):
     """ε by privacy loss distributions on a grid so fine that rounding hardly shows."""
     rough = epsilon_of(sigma, q, steps, delta, "pld")
     losses = from_gaussian_mechanism(
@@ -80,10 +76,10 @@ def tight_epsilon(
     return float(losses.self_compose(steps).get_epsilon_for_delta(delta))
 
 
-def gaussian_epsilon(mu: float, delta: float) -> float:
+def gaussian_epsilon(mu, delta):
     """ε of the Gaussian mechanism with sensitivity / noise std = mu (Balle and Wang, 2018)."""
 
-    def excess(epsilon: float) -> float:
+    def excess(epsilon):
         below = norm.cdf(mu / 2 - epsilon / mu)
         return float(below - np.exp(epsilon + norm.logcdf(-mu / 2 - epsilon / mu)) - delta)
 
@@ -107,19 +103,19 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     ],
     ids=str,
 )
-def test_calibration_inverts_accounting(changes: dict[str, Any]) -> None:
+def test_calibration_inverts_accounting(changes):
     found = find_noise_multiplier(**VALID_TARGET | changes)
     assert compute_epsilon(**VALID | changes | {"noise_multiplier": found}) <= 2.0
     assert compute_epsilon(**VALID | changes | {"noise_multiplier": 0.99 * found}) > 2.0
 
 
-def test_a_budget_finer_than_the_accountant_is_refused() -> None:
+def test_a_budget_finer_than_the_accountant_is_refused():
     with pytest.raises(PrivacyError, match=r"target_epsilon=0\.003 .*accountant='rdp'"):
         find_noise_multiplier(**VALID_TARGET | {"target_epsilon": 0.003})
     assert find_noise_multiplier(**VALID_TARGET | {"target_epsilon": 0.003, "accountant": "pld"})
 
 
-def test_no_steps_cannot_be_calibrated() -> None:
+def test_no_steps_cannot_be_calibrated():
     with pytest.raises(PrivacyError, match="steps=0 releases nothing"):
         find_noise_multiplier(**VALID_TARGET | {"steps": 0})
 
@@ -128,9 +124,7 @@ def test_no_steps_cannot_be_calibrated() -> None:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
-def test_rdp_is_an_upper_bound_and_close_after_many_steps(
-    mechanism: tuple[float, float, int, float],
-) -> None:
+def test_rdp_is_an_upper_bound_and_close_after_many_steps(mechanism):
     tight = epsilon_of(*mechanism, "pld")
     loose = epsilon_of(*mechanism, "rdp")
     _, _, steps, _ = mechanism
@@ -141,22 +135,20 @@ def test_rdp_is_an_upper_bound_and_close_after_many_steps(
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize(("sigma", "steps"), [(20.0, 100), (1.0, 1)])
-def test_full_batches_bound_the_closed_form_of_the_gaussian(
-    accountant: str, sigma: float, steps: int
-) -> None:
+def test_full_batches_bound_the_closed_form_of_the_gaussian(accountant, sigma, steps):
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, 1e-5)
     bound = epsilon_of(sigma, 1.0, steps, 1e-5, accountant)
     assert exact - 1e-6 <= bound <= exact * (1.1 if accountant == "rdp" else 1) + 0.0125
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(0.66, 0.008), (0.06, 0.1), (100.0, 0.5), (1.0, 1.0)])
-def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
+def test_renyi_moments_match_direct_quadrature(sigma, q):
     orders = renyi.ORDERS
     moments = renyi.log_moments(sigma, q)
     for index in (0, 20, 45, 59, 62, 80):
         order = orders[index]
 
-        def integrand(z: float, order: float = order, shift: float = moments[index]) -> float:
+        def integrand(z, order=order, shift=moments[index]):
             weight = math.log1p(-q) if q < 1 else -math.inf
             ratio = np.logaddexp(weight, math.log(q) + (2 * z - 1) / (2 * sigma**2))
             return float(np.exp(norm.logpdf(z, scale=sigma) + order * ratio - shift))
@@ -169,7 +161,7 @@ def test_renyi_moments_match_direct_quadrature(sigma: float, q: float) -> None:
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(1.0, 0.01), (0.051, 0.1), (0.01, 0.1), (1e3, 1e-9)])
-def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
+def test_renyi_moments_are_convex_in_the_order(sigma, q):
     by_order = np.argsort(renyi.ORDERS, kind="stable")
     orders = renyi.ORDERS[by_order]
     moments = renyi.log_moments(sigma, q)[by_order]
@@ -179,8 +171,8 @@ def test_renyi_moments_are_convex_in_the_order(sigma: float, q: float) -> None:
 
 
 @pytest.mark.parametrize("accountant", slow_but({"pld", "rdp"}, ACCOUNTANTS))
-def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str) -> None:
-    def epsilons(**varied: Sequence[float]) -> list[float]:
+def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant):
+    def epsilons(**varied):
         ((name, values),) = varied.items()
         base = VALID | {"accountant": accountant}
         return [compute_epsilon(**base | {name: value}) for value in values]
@@ -193,7 +185,7 @@ def test_epsilon_falls_with_noise_and_grows_with_steps_and_rate(accountant: str)
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant: str) -> None:
+def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant):
     base = VALID | {"accountant": accountant}
     assert compute_epsilon(**base | {"steps": 0}) == 0.0
     assert compute_epsilon(**base | {"steps": 0, "noise_multiplier": 0.0}) == 0.0
@@ -201,7 +193,7 @@ def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant: str) ->
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_epsilon_is_never_negative(accountant: str) -> None:
+def test_epsilon_is_never_negative(accountant):
     assert epsilon_of(50.0, 0.01, 1, 0.3, accountant) == 0.0
 
 
@@ -218,9 +210,7 @@ TO_BE_TIGHT = [
 
 @pytest.mark.parametrize(("accountant", "excess"), [("pld", 0.002), ("prv", 0.005)])
 @pytest.mark.parametrize("mechanism", slow_but({str(TO_BE_TIGHT[0])}, TO_BE_TIGHT))
-def test_epsilon_is_hardly_above_the_tight_one_and_never_below(
-    mechanism: tuple[float, float, int, float], accountant: str, excess: float
-) -> None:
+def test_epsilon_is_hardly_above_the_tight_one_and_never_below(mechanism, accountant, excess):
     tight = tight_epsilon(*mechanism)
     assert 0.02 < tight < 10
     bound = epsilon_of(*mechanism, accountant)
@@ -229,7 +219,7 @@ def test_epsilon_is_hardly_above_the_tight_one_and_never_below(
         assert bound <= (1 + excess) * tight
 
 
-def test_a_small_epsilon_is_larger_than_the_error_of_prv() -> None:
+def test_a_small_epsilon_is_larger_than_the_error_of_prv():
     # PRV said 0.0130 and 0.2236 while it added 0.01 to every answer.
     for mechanism, limit in (((40.0, 0.05, 1, 1e-5), 0.0027), ((10.0, 0.05, 165, 1e-5), 0.2142)):
         for accountant in ("pld", "prv"):
@@ -240,24 +230,20 @@ def test_a_small_epsilon_is_larger_than_the_error_of_prv() -> None:
     ("noise", "q", "steps"),
     [pytest.param(1.5, 1e-4, 1000, marks=pytest.mark.slow), (20.0, 1e-3, 1000)],
 )
-def test_rare_sampling_gets_a_finer_grid_than_rdp_suggests(
-    noise: float, q: float, steps: int
-) -> None:
+def test_rare_sampling_gets_a_finer_grid_than_rdp_suggests(noise, q, steps):
     """Grids by RDP alone were 4.9 % and 0.4 % above the tight value here."""
     tight = tight_epsilon(noise, q, steps, 1e-5)
     assert tight < 0.006
     assert epsilon_of(noise, q, steps, 1e-5, "pld") <= 1.002 * tight
 
 
-def test_an_accountant_is_rebuilt_only_when_a_run_exceeds_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_accountant_is_rebuilt_only_when_a_run_exceeds_it(monkeypatch):
     """The second time, it is built for twice the steps. Answers are remembered."""
-    built: list[int] = []
-    asked: list[int] = []
+    built = []
+    asked = []
     monkeypatch.setattr(PLD, "__init__", lambda _, __, most, ___: built.extend(most))
 
-    def epsilon(_: object, counts: Sequence[int]) -> float:
+    def epsilon(_, counts):
         asked.extend(counts)
         return float(counts[0])
 
@@ -268,7 +254,7 @@ def test_an_accountant_is_rebuilt_only_when_a_run_exceeds_it(
     assert (built, asked) == ([10, 20], [1, 5, 10, 12, 20])
 
 
-def test_ledgers_that_name_the_least_bound_use_the_default_accountant() -> None:
+def test_ledgers_that_name_the_least_bound_use_the_default_accountant():
     """Versions before took the least bound of the accountants that were installed."""
     curve = EpsilonCurve(Releases(4.0, 1 / 16, 100), 1e-5, "least")
     assert curve.epsilon(100) == epsilon_of(4.0, 1 / 16, 100, 1e-5, "pld")
@@ -277,7 +263,7 @@ def test_ledgers_that_name_the_least_bound_use_the_default_accountant() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delta", [1e-7, 1e-10, 1e-14])
-def test_rounding_does_not_increase_a_small_delta(delta: float) -> None:
+def test_rounding_does_not_increase_a_small_delta(delta):
     """By its convolutions alone, PLD was 5 % below the truth at 50,000 steps."""
     sigma, steps = 300.0, 50_000
     exact = gaussian_epsilon(math.sqrt(steps) / sigma, delta)
@@ -294,7 +280,7 @@ def test_rounding_does_not_increase_a_small_delta(delta: float) -> None:
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
+def test_equal_blocks_compose_to_one_run(accountant):
     split = compose_epsilon(
         [
             Releases(4.0, 1 / 16, 600),
@@ -310,7 +296,7 @@ def test_equal_blocks_compose_to_one_run(accountant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str) -> None:
+def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant):
     releases = [
         Releases(4.0, 1 / 16, 500),
         Releases(30.0, 1.0, 5),
@@ -326,13 +312,13 @@ def test_unequal_blocks_compose_as_the_oracle_says_in_any_order(accountant: str)
     assert bound > epsilon_of(4.0, 1 / 16, 500, 1e-5, accountant)
 
 
-def test_one_noiseless_block_costs_everything_and_no_blocks_nothing() -> None:
+def test_one_noiseless_block_costs_everything_and_no_blocks_nothing():
     assert compose_epsilon([Releases(1.0, 0.1, 10), Releases(0.0, 0.1, 1)], delta=1e-5) == math.inf
     assert compose_epsilon([], delta=1e-5) == 0.0
 
 
 @pytest.mark.parametrize("accountant", slow_but({"pld", "rdp"}, ACCOUNTANTS))
-def test_a_curve_agrees_with_single_answers_even_beyond_its_end(accountant: str) -> None:
+def test_a_curve_agrees_with_single_answers_even_beyond_its_end(accountant):
     curve = EpsilonCurve(Releases(2.0, 0.05, 40), 1e-5, accountant=accountant)
     for steps in (0, 1, 39, 40, 41, 200, 7):
         single = epsilon_of(2.0, 0.05, steps, 1e-5, accountant)
@@ -352,16 +338,14 @@ def test_a_curve_agrees_with_single_answers_even_beyond_its_end(accountant: str)
     ],
     ids=str,
 )
-def test_where_pld_cannot_answer_rdp_does_and_says_so(
-    mechanism: tuple[float, float, int, float], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_pld_cannot_answer_rdp_does_and_says_so(mechanism, reason, caplog):
     assert epsilon_of.__wrapped__(*mechanism, "pld") == epsilon_of(*mechanism, "rdp") < math.inf
     (message,) = caplog.messages
     assert re.search(rf"pld cannot bound epsilon here \({reason}", message)
     assert "using rdp instead" in message
 
 
-def test_what_prv_cannot_compute_is_left_to_pld(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_prv_cannot_compute_is_left_to_pld(caplog):
     """It integrates each mean to an absolute tolerance, which 100,000 releases add up."""
     mechanism = (100.0, 0.01, 100_000, 1e-5)
     assert epsilon_of.__wrapped__(*mechanism, "prv") == epsilon_of(*mechanism, "pld")
@@ -375,10 +359,8 @@ def test_what_prv_cannot_compute_is_left_to_pld(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     "error", [RuntimeError("Discrete mean differs"), MemoryError()], ids=["runtime", "memory"]
 )
-def test_a_failing_prv_is_replaced_with_a_notice(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object, **__: object) -> None:
+def test_a_failing_prv_is_replaced_with_a_notice(error, monkeypatch, caplog):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("prv_accountant.PRVAccountant", fail)
@@ -394,9 +376,7 @@ def test_a_failing_prv_is_replaced_with_a_notice(
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_an_answer_that_is_not_finite_is_replaced(
-    value: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_answer_that_is_not_finite_is_replaced(value, monkeypatch, caplog):
     monkeypatch.setattr(ACCOUNTANTS["prv"], "epsilon", lambda *_: value)
     assert 0 < compute_epsilon(**VALID | {"accountant": "prv"}) < math.inf
     assert str(value) in caplog.text
@@ -405,13 +385,13 @@ def test_an_answer_that_is_not_finite_is_replaced(
 @pytest.mark.parametrize("variant", [{}, {"adjacency": "replace_one"}], ids=str)
 @pytest.mark.parametrize("sigma", [1e-200, 0.05, 1e200])
 @pytest.mark.parametrize("q", [1e-300, 1 - 1e-12, 1.0])
-def test_rdp_never_fails(sigma: float, q: float, variant: dict[str, Any]) -> None:
+def test_rdp_never_fails(sigma, q, variant):
     question = {"noise_multiplier": sigma, "sample_rate": q, "steps": 10**6}
     assert compute_epsilon(**VALID | question | variant) >= 0
 
 
-def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> float:
+def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch):
+    def fail(*_):
         raise AccountantFailure("broken")
 
     monkeypatch.setattr(ACCOUNTANTS["rdp"], "epsilon", fail)
@@ -441,7 +421,7 @@ def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch: pytest.MonkeyPa
         ("target_delta", 2.0),
     ],
 )
-def test_a_bad_argument_is_named_with_its_value(name: str, value: object) -> None:
+def test_a_bad_argument_is_named_with_its_value(name, value):
     for asked, valid in ((compute_epsilon, VALID), (find_noise_multiplier, VALID_TARGET)):
         if name in valid:
             with pytest.raises(PrivacyError) as refusal:
@@ -449,14 +429,14 @@ def test_a_bad_argument_is_named_with_its_value(name: str, value: object) -> Non
             assert f"{name}={value!r}" in str(refusal.value)
 
 
-def test_a_bad_block_is_refused_even_if_it_is_empty() -> None:
+def test_a_bad_block_is_refused_even_if_it_is_empty():
     with pytest.raises(PrivacyError, match=r"sample_rate=2\.0"):
         compose_epsilon([Releases(1.0, 0.1, 5), Releases(1.0, 2.0, 0)], delta=1e-5)
     with pytest.raises(PrivacyError, match=r"delta=0\.0"):
         compose_epsilon([], delta=0.0)
 
 
-def test_an_epoch_is_one_over_q_steps_rounded_up() -> None:
+def test_an_epoch_is_one_over_q_steps_rounded_up():
     for steps in range(1, 3000):
         assert expected_steps_per_epoch(1 / steps) == steps
     assert expected_steps_per_epoch(0.3) == 4

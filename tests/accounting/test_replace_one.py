@@ -6,11 +6,8 @@ two steps, for contributions of all angles and lengths; and Rényi's integral by
 
 import math
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -23,7 +20,7 @@ from dp_grape_hf.ledger import Ledger
 from tests.support.trainers import make_args
 
 REPLACE_ONE = Adjacency.REPLACE_ONE
-VALID: dict[str, Any] = {
+VALID = {
     "noise_multiplier": 2.0,
     "sample_rate": 0.1,
     "steps": 10,
@@ -34,9 +31,7 @@ VALID: dict[str, Any] = {
 Point = tuple[float, float]
 
 
-def densities(
-    z: npt.NDArray[np.float64], shift: Point, sigma: float, q: float
-) -> npt.NDArray[np.float64]:
+def densities(z, shift, sigma, q):
     """The density of (1 - q) N(0) + q N(shift) on the square of ``z``."""
     still, moved = (
         np.multiply.outer(*(norm.pdf(z, loc=x, scale=sigma) for x in at))
@@ -46,7 +41,7 @@ def densities(
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (0.7, 1.0)])
-def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: float) -> None:
+def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma, q):
     generator = np.random.default_rng(0)
     z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 301, retstep=True)
     ends = []
@@ -67,11 +62,11 @@ def test_no_pair_of_contributions_is_worse_than_opposite_ones(sigma: float, q: f
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("steps", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_epsilon_bounds_the_exact_divergence(steps: int, accountant: str) -> None:
+def test_epsilon_bounds_the_exact_divergence(steps, accountant):
     sigma, q = 2.0, 0.2
     z, cell = np.linspace(-1 - 9 * sigma, 1 + 9 * sigma, 801, retstep=True)
 
-    def outputs(contributions: tuple[float, ...]) -> npt.NDArray[np.float64]:
+    def outputs(contributions):
         one, *others = (
             (1 - q) * norm.pdf(z, scale=sigma) + q * norm.pdf(z, loc=each, scale=sigma)
             for each in contributions
@@ -91,8 +86,8 @@ def test_epsilon_bounds_the_exact_divergence(steps: int, accountant: str) -> Non
 
 
 @pytest.mark.parametrize(("sigma", "q"), [(0.5, 0.1), (8.0, 0.99)])
-def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
-    def log_density(z: float, end: float) -> float:
+def test_moments_are_those_of_renyi_s_integral(sigma, q):
+    def log_density(z, end):
         still, moved = norm.logpdf(z, 0, sigma), norm.logpdf(z, end, sigma)
         return float(np.logaddexp(math.log1p(-q) + still, math.log(q) + moved))
 
@@ -112,7 +107,7 @@ def test_moments_are_those_of_renyi_s_integral(sigma: float, q: float) -> None:
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
+def test_full_batches_have_twice_the_sensitivity(accountant):
     question = {"accountant": accountant, "sample_rate": 1.0, "noise_multiplier": 20.0}
     halved = {"noise_multiplier": 10.0, "adjacency": "add_or_remove_one"}
     assert compute_epsilon(**VALID | question) == pytest.approx(
@@ -120,14 +115,14 @@ def test_full_batches_have_twice_the_sensitivity(accountant: str) -> None:
     )
 
 
-def test_releases_about_different_neighbours_do_not_compose() -> None:
+def test_releases_about_different_neighbours_do_not_compose():
     with pytest.raises(PrivacyError, match="have different neighbours"):
         compose_epsilon(
             [Releases(2.0, 0.1, 5), Releases(2.0, 0.1, 5, adjacency=REPLACE_ONE)], delta=1e-5
         )
 
 
-def test_a_run_says_which_neighbours_its_epsilon_is_about(tmp_path: Path) -> None:
+def test_a_run_says_which_neighbours_its_epsilon_is_about(tmp_path):
     args = make_args(
         tmp_path,
         adjacency=REPLACE_ONE,

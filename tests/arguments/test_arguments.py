@@ -5,7 +5,6 @@ import io
 import math
 import re
 from copy import copy
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
@@ -33,22 +32,22 @@ NO_NOISE = {"target_epsilon": None, "target_delta": None, "noise_multiplier": 0.
 OWN_FIELDS = {field.name: field for field in dataclasses.fields(DPGrapeArguments)}
 
 
-def make(**changes: Any) -> DPGrapeTrainingArguments:
+def make(**changes):
     return DPGrapeTrainingArguments(**HOST | BUDGET | changes)
 
 
-def parse(*words: str) -> DPGrapeTrainingArguments:
+def parse(*words):
     host = ("--output_dir", "unused", "--report_to", "none", "--use_cpu")
     parser = HfArgumentParser(DPGrapeTrainingArguments)
     return parser.parse_args_into_dataclasses([*host, *words], look_for_args_file=False)[0]
 
 
-def test_fields_and_choices_agree_with_the_table_of_options() -> None:
+def test_fields_and_choices_agree_with_the_table_of_options():
     types = get_type_hints(DPGrapeArguments)
     own = {name: option for name, option in OPTIONS.items() if not option.of_host}
     assert OWN_FIELDS.keys() == own.keys()
     for name, option in own.items():
-        kind: Any = dict[str, Any] | str if option.range.kind is dict else option.range.kind
+        kind = dict[str, Any] | str if option.range.kind is dict else option.range.kind
         assert types[name] == (kind | None if option.default is None else kind), name
         if option.default is not None:
             assert read(name, option.default) == option.default
@@ -70,7 +69,7 @@ def test_fields_and_choices_agree_with_the_table_of_options() -> None:
     assert all(o.default in (None, hosts[name]) for name, o in OPTIONS.items() if o.of_host)
 
 
-def test_meanings_name_options_methods_and_projections_that_there_are() -> None:
+def test_meanings_name_options_methods_and_projections_that_there_are():
     for option in OPTIONS.values():
         for name in re.findall(r"\b[a-z]+_[a-z_]+\b", option.otherwise):
             assert name in {*OPTIONS, *FIXED_OF_HOST, *OURS}, name
@@ -87,7 +86,7 @@ def test_meanings_name_options_methods_and_projections_that_there_are() -> None:
 # ---- Values and their short names ----
 
 
-def test_with_a_rate_only_the_budget_has_no_default() -> None:
+def test_with_a_rate_only_the_budget_has_no_default():
     args = make(learning_rate=1e-3)
     promised = (args.adjacency, args.noise, args.accountant, args.max_grad_norm, args.clipping)
     assert promised == ("add_or_remove_one", "independent", "pld", 1.0, "flat")
@@ -98,7 +97,7 @@ def test_with_a_rate_only_the_budget_has_no_default() -> None:
     assert not args.chooses
 
 
-def test_without_a_rate_what_is_not_given_is_chosen() -> None:
+def test_without_a_rate_what_is_not_given_is_chosen():
     args = make()
     assert args.chooses
     assert args.expected_batch_size is None  # until N is known
@@ -109,7 +108,7 @@ def test_without_a_rate_what_is_not_given_is_chosen() -> None:
     assert kept == ("adam", 8, "flat", 16)
 
 
-def test_lora_on_pretrained_weights_moves_by_momentum() -> None:
+def test_lora_on_pretrained_weights_moves_by_momentum():
     chosen = make(method="dp_lora")
     assert (chosen.update_rule, chosen.noise) == ("momentum", None)  # None: banded where it helps
     fresh = chosen.for_fresh_weights()
@@ -120,14 +119,14 @@ def test_lora_on_pretrained_weights_moves_by_momentum() -> None:
 
 
 @pytest.mark.parametrize("changes", [NO_NOISE, {"method": "adam", "target_epsilon": None}])
-def test_without_noise_there_is_nothing_to_choose_by(changes: dict[str, Any]) -> None:
+def test_without_noise_there_is_nothing_to_choose_by(changes):
     args = make(**changes)
     assert not args.chooses
     assert args.learning_rate == TrainingArguments(output_dir="unused").learning_rate
 
 
 @pytest.mark.parametrize(("short", "name"), ALIASES.items())
-def test_a_short_name_is_its_long_name(short: str, name: str) -> None:
+def test_a_short_name_is_its_long_name(short, name):
     value = {"eps": 3.0, "delta": 1e-6, "r": 8, "F": 50}[short]
     settings = {key: v for key, v in BUDGET.items() if key != name}
     by_short = DPGrapeTrainingArguments(**HOST | settings | {short: value})
@@ -139,20 +138,18 @@ def test_a_short_name_is_its_long_name(short: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("short", "name"), ALIASES.items())
-def test_both_names_of_one_quantity_are_refused(short: str, name: str) -> None:
+def test_both_names_of_one_quantity_are_refused(short, name):
     with pytest.raises(PrivacyError, match=rf"{short}=0\.5 and {name}=0\.5 are two names"):
         DPGrapeTrainingArguments(**HOST | {short: 0.5, name: 0.5})
 
 
-def test_a_token_is_not_shown() -> None:
+def test_a_token_is_not_shown():
     assert "geheim" not in repr(make(hub_token="geheim"))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_the_expected_batch_is_what_users_of_the_trainer_expect(
-    accumulation: int, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_expected_batch_is_what_users_of_the_trainer_expect(accumulation, ranks, monkeypatch):
     """Batch per device, times accumulation, times ranks; accumulation has then done its work."""
     monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: ranks))
     batch = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": accumulation}
@@ -163,7 +160,7 @@ def test_the_expected_batch_is_what_users_of_the_trainer_expect(
     assert (given.expected_batch_size, given.per_device_train_batch_size) == (100, 5)
 
 
-def test_two_ways_to_set_the_logical_batch_are_refused() -> None:
+def test_two_ways_to_set_the_logical_batch_are_refused():
     with pytest.raises(PrivacyError, match=r"expected_batch_size=100.*accumulation_steps=2"):
         make(expected_batch_size=100, gradient_accumulation_steps=2)
 
@@ -171,11 +168,11 @@ def test_two_ways_to_set_the_logical_batch_are_refused() -> None:
 # ---- Copies ----
 
 
-def rebuilt(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
+def rebuilt(args):
     return DPGrapeTrainingArguments(**args.to_dict())
 
 
-def through_torch(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
+def through_torch(args):
     file = io.BytesIO()
     torch.save(args, file)
     file.seek(0)
@@ -187,7 +184,7 @@ def through_torch(args: DPGrapeTrainingArguments) -> DPGrapeTrainingArguments:
     [dataclasses.replace, through_torch, rebuilt, lambda args: rebuilt(rebuilt(args))],
     ids=["replace", "torch.save", "to_dict", "to_dict twice"],
 )
-def test_a_copy_keeps_every_value(copied: Any) -> None:
+def test_a_copy_keeps_every_value(copied):
     args = make(
         per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
@@ -200,7 +197,7 @@ def test_a_copy_keeps_every_value(copied: Any) -> None:
     assert copied(args).to_dict() == args.to_dict()
 
 
-def test_a_changed_copy_changes_nothing_else() -> None:
+def test_a_changed_copy_changes_nothing_else():
     args = make(learning_rate=0.1, per_device_train_batch_size=4, gradient_accumulation_steps=8)
     changed = dataclasses.replace(args, learning_rate=0.5, per_device_train_batch_size=2)
     assert changed.to_dict() == args.to_dict() | {
@@ -209,7 +206,7 @@ def test_a_changed_copy_changes_nothing_else() -> None:
     }
 
 
-def test_max_grad_norm_of_zero_is_refused_with_the_alternatives() -> None:
+def test_max_grad_norm_of_zero_is_refused_with_the_alternatives():
     told = r"^max_grad_norm=0.0 must be greater than 0: .*\. Leave it at 1.0.*max_grad_norm=inf"
     with pytest.raises(PrivacyError, match=told):
         make(max_grad_norm=0)
@@ -217,7 +214,7 @@ def test_max_grad_norm_of_zero_is_refused_with_the_alternatives() -> None:
 
 @pytest.mark.parametrize("name", [*OWN_FIELDS, *sorted(FIXED_OF_HOST), "fp16"])
 @pytest.mark.parametrize("copied", [lambda args: args, copy, through_torch])
-def test_an_option_is_fixed_from_its_check_on(copied: Any, name: str) -> None:
+def test_an_option_is_fixed_from_its_check_on(copied, name):
     args = copied(make())
     value = getattr(args, name)
     setattr(args, name, value)  # which changes nothing
@@ -227,14 +224,14 @@ def test_an_option_is_fixed_from_its_check_on(copied: Any, name: str) -> None:
     args.output_dir = "elsewhere"  # nothing relies on
 
 
-def test_only_missing_options_are_chosen_and_in_a_copy() -> None:
+def test_only_missing_options_are_chosen_and_in_a_copy():
     args = make(projection_rank=8)
     chosen = args.with_choices({"projection_rank": 2, "update_rule": "sgd", "target_epsilon": 9.0})
     assert (chosen.projection_rank, chosen.update_rule, chosen.target_epsilon) == (8, "sgd", 6.0)
     assert args.update_rule != "sgd"
 
 
-def test_a_copy_is_checked_again() -> None:
+def test_a_copy_is_checked_again():
     with pytest.raises(PrivacyError, match="max_grad_norm=-1"):
         dataclasses.replace(make(), max_grad_norm=-1.0)
 
@@ -242,7 +239,7 @@ def test_a_copy_is_checked_again() -> None:
 # ---- The command line ----
 
 
-def test_the_command_line_takes_long_and_short_names() -> None:
+def test_the_command_line_takes_long_and_short_names():
     long = parse(
         *("--target_epsilon", "3", "--target_delta", "1e-6"),
         *("--projection_rank", "8", "--projection-update-steps", "50", "--max_grad_norm", "0.5"),
@@ -258,12 +255,12 @@ def test_the_command_line_takes_long_and_short_names() -> None:
     assert long.to_dict() == short.to_dict() == expected.to_dict()
 
 
-def test_the_command_line_accepts_none_as_the_noise_multiplier() -> None:
+def test_the_command_line_accepts_none_as_the_noise_multiplier():
     args = parse("--noise_multiplier", "0", "--max_grad_norm", "inf")
     assert (args.noise_multiplier, args.max_grad_norm, args.private) == (0.0, math.inf, False)
 
 
-def test_help_explains_every_field_and_shows_the_short_names() -> None:
+def test_help_explains_every_field_and_shows_the_short_names():
     page = HfArgumentParser(DPGrapeTrainingArguments).format_help()
     whole = "".join(page.split())
     for name, field in OWN_FIELDS.items():
@@ -276,7 +273,7 @@ def test_help_explains_every_field_and_shows_the_short_names() -> None:
         assert f"--{short} " in page
 
 
-def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
+def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path):
     """In YAML 1.1 a float needs a point: ``1e-5`` is text."""
     file = tmp_path / "args.yaml"
     file.write_text(
@@ -314,9 +311,7 @@ VALUES = [
 @pytest.mark.parametrize(
     ("epsilon", "sigma"), [(None, None), (6.0, 1.0), (6.0, 0.0)], ids=["neither", "both", "zero"]
 )
-def test_exactly_one_of_budget_and_noise_is_given(
-    epsilon: float | None, sigma: float | None
-) -> None:
+def test_exactly_one_of_budget_and_noise_is_given(epsilon, sigma):
     with pytest.raises(PrivacyError) as error:
         make(target_epsilon=epsilon, noise_multiplier=sigma)
     assert f"target_epsilon={epsilon}" in str(error.value)
@@ -324,15 +319,15 @@ def test_exactly_one_of_budget_and_noise_is_given(
 
 
 @pytest.mark.parametrize("promise", [{"target_epsilon": 6.0}, {"noise_multiplier": 1.0}], ids=str)
-def test_a_promise_needs_a_delta(promise: dict[str, float]) -> None:
+def test_a_promise_needs_a_delta(promise):
     with pytest.raises(PrivacyError, match=r"target_delta=None.*1e-5"):
         DPGrapeTrainingArguments(**HOST | promise)
 
 
 @pytest.mark.parametrize(("found", "on_cpu"), [("mps", True), ("xpu", True), ("cuda", False)])
 def test_an_accelerator_with_unexamined_random_numbers_is_not_used(
-    found: str, on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    found, on_cpu, monkeypatch, caplog
+):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(found))
     args = DPGrapeTrainingArguments(output_dir="x", eps=1.0, delta=1e-5)
@@ -341,13 +336,13 @@ def test_an_accelerator_with_unexamined_random_numbers_is_not_used(
     assert args.device.type == "cpu"  # of this machine
 
 
-def test_a_batch_on_each_device_of_nothing_is_refused() -> None:
+def test_a_batch_on_each_device_of_nothing_is_refused():
     with pytest.raises(PrivacyError, match="expected_batch_size=0"):
         make(per_device_train_batch_size=0, learning_rate=1e-3)
 
 
 @pytest.mark.parametrize("optim", ["sgd", "rmsprop", "adagrad"])
-def test_optim_names_the_update_rule(optim: str) -> None:
+def test_optim_names_the_update_rule(optim):
     chosen = make(optim=optim)
     assert chosen.update_rule == optim
     assert chosen.with_choices({"update_rule": "momentum"}).update_rule == optim
@@ -380,16 +375,14 @@ EVALUATING = {"eval_strategy": "epoch", "save_strategy": "epoch"}
 
 
 @pytest.mark.parametrize(("option", "value"), VALUES + REFUSED)
-def test_a_bad_option_is_refused_with_its_name_and_value(option: str, value: Any) -> None:
+def test_a_bad_option_is_refused_with_its_name_and_value(option, value):
     budget = {"target_epsilon": None} if option == "noise_multiplier" else {}
     with pytest.raises(PrivacyError) as error:
         make(**EVALUATING | budget | {option: value})
     assert f"{option}={value!r}" in str(error.value)
 
 
-def test_half_precision_asked_for_by_the_launcher_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_half_precision_asked_for_by_the_launcher_is_refused(monkeypatch):
     """``accelerate launch --mixed_precision fp16`` speaks through the environment."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(PrivacyError, match="fp16"):
@@ -400,10 +393,8 @@ def test_half_precision_asked_for_by_the_launcher_is_refused(
     ("tracker", "variable", "default"),
     [(tracker, *pair) for tracker, pairs in TRACKERS.items() for pair in pairs],
 )
-def test_a_tracker_that_uploads_checkpoints_is_refused(
-    tracker: str, variable: str, default: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trackers: Any = {"report_to": ["tensorboard", tracker]}
+def test_a_tracker_that_uploads_checkpoints_is_refused(tracker, variable, default, monkeypatch):
+    trackers = {"report_to": ["tensorboard", tracker]}
     monkeypatch.delenv(variable, raising=False)
     if default == "false":
         assert make(**trackers).report_to == trackers["report_to"]
@@ -416,7 +407,7 @@ def test_a_tracker_that_uploads_checkpoints_is_refused(
         assert make(**trackers).report_to == trackers["report_to"]
 
 
-def test_every_tracker_of_transformers_is_known() -> None:
+def test_every_tracker_of_transformers_is_known():
     assert set(INTEGRATION_TO_CALLBACK) <= set(TRACKERS)
     assert make(report_to=["trackio"]).report_to == ["trackio"]
     with pytest.raises(PrivacyError, match="new_tracker is not a supported"):
@@ -424,10 +415,8 @@ def test_every_tracker_of_transformers_is_known() -> None:
 
 
 @pytest.mark.parametrize("value", ["all", "gradients"])
-def test_a_tracker_that_logs_gradients_is_refused(
-    value: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trackers: Any = {"report_to": ["wandb"]}
+def test_a_tracker_that_logs_gradients_is_refused(value, monkeypatch):
+    trackers = {"report_to": ["wandb"]}
     monkeypatch.setenv("WANDB_WATCH", value)
     with pytest.raises(PrivacyError, match=f"WANDB_WATCH='{value}'"):
         make(**trackers)
@@ -436,13 +425,13 @@ def test_a_tracker_that_logs_gradients_is_refused(
     assert make(**trackers).report_to == ["wandb"]
 
 
-def test_following_a_metric_is_allowed_on_data_declared_public() -> None:
+def test_following_a_metric_is_allowed_on_data_declared_public():
     for option, value in REFUSED[-3:]:
         args = make(**EVALUATING | {option: value, "eval_data_is_public": True})
         assert args.eval_data_is_public
 
 
-def test_token_counts_are_allowed_without_noise() -> None:
+def test_token_counts_are_allowed_without_noise():
     args = make(**NO_NOISE, include_num_input_tokens_seen=True)
     assert args.include_num_input_tokens_seen == "all"
 
@@ -450,7 +439,7 @@ def test_token_counts_are_allowed_without_noise() -> None:
 @pytest.mark.parametrize(
     "kwargs", [None, {"every_n_layers": 2}, '{"use_reentrant": false}'], ids=str
 )
-def test_checkpointing_is_never_reentrant(kwargs: Any) -> None:
+def test_checkpointing_is_never_reentrant(kwargs):
     """Other settings of it are kept."""
     kept = dict(kwargs) if isinstance(kwargs, dict) else {}
     args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
@@ -464,7 +453,7 @@ def test_checkpointing_is_never_reentrant(kwargs: Any) -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{"use_reentrant": True}, '{"use_reentrant": true}'])
-def test_reentrant_checkpointing_is_refused(kwargs: Any) -> None:
+def test_reentrant_checkpointing_is_refused(kwargs):
     with pytest.raises(PrivacyError, match="'use_reentrant': True"):
         make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
     with (

@@ -6,19 +6,16 @@ Shapes: N examples, B samples in a batch, m x n a weight.
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.arguments import METHODS, methods, register_method
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import ANSWERS, Inputs, QueryEngine
+from dp_grape_hf.gradients import ANSWERS, QueryEngine
 from dp_grape_hf.ledger import Clipping
 from dp_grape_hf.mechanism import Streams
 from dp_grape_hf.trainer.run import scale_rates
@@ -30,7 +27,6 @@ from tests.support.methods import (
     PLAIN,
     PRIVATE,
     Moments,
-    Update,
     assert_same_steps,
     batch_of_all,
     definition,
@@ -57,12 +53,12 @@ from tests.support.trainers import (
 # ---- Definitions ----
 
 
-def descent() -> Update:
+def descent():
     return lambda step, private_grads: {n: 1e-2 * g for n, g in private_grads.items()}
 
 
-def adam() -> Update:
-    moments: dict[str, Moments] = defaultdict(Moments)
+def adam():
+    moments = defaultdict(Moments)
     return lambda step, private_grads: {n: moments[n].update(g) for n, g in private_grads.items()}
 
 
@@ -70,31 +66,29 @@ def adam() -> Update:
     ("method", "update", "atol", "rtol"),
     [("dp_sgd", descent, 1e-6, 1e-5), ("dp_adam", adam, 1e-5, 1e-4)],
 )
-def test_a_private_method_is_its_definition(
-    method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path
-) -> None:
+def test_a_private_method_is_its_definition(method, update, atol, rtol, tmp_path):
     found = noisy_run(tmp_path, method)
     expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
 
 
-def test_dp_grape_with_the_identity_is_dp_adam(tmp_path: Path) -> None:
+def test_dp_grape_with_the_identity_is_dp_adam(tmp_path):
     one = noisy_run(tmp_path / "a", "dp_grape", projection="identity")
     other = noisy_run(tmp_path / "b", "dp_adam")
     assert_same_steps(one, other)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-def test_dp_adam_is_opacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dp_adam_is_opacus(tmp_path, monkeypatch):
     """Same batches, same noise: per-sample gradients, clipping, sum, noise and Adam of Opacus."""
     optimizers = pytest.importorskip("opacus.optimizers.optimizer")
     from opacus.grad_sample import GradSampleModule
 
     found = noisy_run(tmp_path, "dp_adam")
     generator = torch.Generator().manual_seed(8)
-    left: list[Tensor] = []
+    left = []
 
-    def noise(std: float, reference: Tensor, **_: Any) -> Tensor:
+    def noise(std, reference, **_):
         if not left:
             weights = {n: p.detach() for n, p in model.named_parameters()}
             left.extend(noise_for(weights, float(std), generator))
@@ -118,7 +112,7 @@ def test_dp_adam_is_opacus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         )  # its factor has C / (norm + 1e-6)
 
 
-def test_dp_lora_without_noise_and_clipping_is_the_plain_trainer(tmp_path: Path) -> None:
+def test_dp_lora_without_noise_and_clipping_is_the_plain_trainer(tmp_path):
     expected = plain_trainer(tmp_path / "plain", tiny("dp_lora"), steps=5)
     found = run(tmp_path / "ours", "dp_lora", **EXACT, max_steps=5)
     assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
@@ -128,7 +122,7 @@ def test_dp_lora_without_noise_and_clipping_is_the_plain_trainer(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_the_package_has_its_methods_and_names_other_places() -> None:
+def test_the_package_has_its_methods_and_names_other_places():
     """In a process of its own, as an import of the recipes lasts."""
     code = """
 from dp_grape_hf import METHODS, DPGrapeTrainingArguments, PrivacyError
@@ -147,37 +141,37 @@ print("made")
     assert done.stdout.endswith("made\n")
 
 
-def test_a_method_of_the_package_cannot_be_replaced() -> None:
+def test_a_method_of_the_package_cannot_be_replaced():
     with pytest.raises(PrivacyError, match="this name already belongs to DP-Adam"):
         register_method("dp_adam", METHODS["dp_sgd"])
     register_method("dp_adam", METHODS["dp_adam"])
     assert METHODS["dp_adam"].title == "DP-Adam"
     with pytest.raises(TypeError):
-        METHODS["dp_adam"] = METHODS["dp_sgd"]  # type: ignore[index]
+        METHODS["dp_adam"] = METHODS["dp_sgd"]
 
 
 class Losses(QueryEngine):
     size = 2
 
-    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def query(self, inputs):
         losses = self.losses(inputs)
         self.read = {*self.trainable}
         return losses, torch.stack([losses] * 2, 1)
 
 
 class TwoRows(Losses):
-    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def query(self, inputs):
         losses, answers = super().query(inputs)
         return losses, torch.cat([answers, answers])
 
 
 class OfOthers(Losses):
-    def query(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def query(self, inputs):
         losses, answers = super().query(inputs)
         return losses, answers - answers.mean(0)
 
 
-def test_answers_are_clipped_as_gradients_are() -> None:
+def test_answers_are_clipped_as_gradients_are():
     engine = Losses(TinyForSequenceClassification())
     mechanism = make_private(engine, max_grad_norm=0.5, noise_multiplier=0.0, expected_batch_size=1)
     batch = {key: value for key, value in batch_of_all().items() if key in ("x", "labels")}
@@ -194,16 +188,12 @@ def test_answers_are_clipped_as_gradients_are() -> None:
     ("engine", "words"),
     [(TwoRows, "one row of size=2 for each sample"), (OfOthers, "answer of a sample changes")],
 )
-def test_a_query_that_breaks_the_sensitivity_is_refused(
-    engine: type[QueryEngine], words: str
-) -> None:
+def test_a_query_that_breaks_the_sensitivity_is_refused(engine, words):
     with pytest.raises(PrivacyError, match=words):
         engine(TinyForSequenceClassification())(batch_of_all(), {})
 
 
-def test_a_private_plug_in_needs_an_engine_that_is_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_plug_in_needs_an_engine_that_is_examined(tmp_path, monkeypatch):
     monkeypatch.setitem(methods._METHODS, "dp_batch", replace(METHODS["adam"], private=True))
     with pytest.raises(PrivacyError, match=r"'dp_batch' is private.*BatchEngine"):
         make_trainer(tmp_path, method="dp_batch")
@@ -219,9 +209,7 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(
         for m, c in product(PRIVATE, Clipping)
     ],
 )
-def test_one_example_moves_the_release_by_at_most_c(
-    method: str, clipping: str, tmp_path: Path, releases: Any
-) -> None:
+def test_one_example_moves_the_release_by_at_most_c(method, clipping, tmp_path, releases):
     """The first of two runs has one example more; all are in every draw."""
     for number in (24, 23):
         run(
@@ -240,7 +228,7 @@ def test_one_example_moves_the_release_by_at_most_c(
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape", "dp_lora", "dpzero", "adam"), METHODS))
-def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: Path) -> None:
+def test_physical_batches_do_not_change_what_is_released(method, tmp_path):
     whole, split = (
         run(
             tmp_path / str(size),
@@ -254,8 +242,8 @@ def test_physical_batches_do_not_change_what_is_released(method: str, tmp_path: 
     assert_same_steps(split, whole, atol=2e-4, rtol=1e-3)
 
 
-def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
-    def trainer(name: str, *callbacks: Watch) -> Any:
+def whole_and_resumed(folder, stop_at, **settings):
+    def trainer(name, *callbacks):
         return make_trainer(
             folder / name,
             model=tiny(settings["method"]),
@@ -275,14 +263,14 @@ def whole_and_resumed(folder: Path, stop_at: int, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("method", slow_but(("dp_grape",), METHODS))
-def test_a_resumed_run_ends_like_an_uninterrupted_one(method: str, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_like_an_uninterrupted_one(method, tmp_path):
     """Without noise, so that nothing but the method's own state decides."""
     exact = EXACT if METHODS[method].private else PLAIN
     whole_and_resumed(tmp_path, 4, **exact, method=method, max_steps=7)
 
 
 @pytest.mark.parametrize("method", PRIVATE)
-def test_an_empty_draw_releases_noise(method: str, tmp_path: Path, releases: Any) -> None:
+def test_an_empty_draw_releases_noise(method, tmp_path, releases):
     """q = 1e-9: nobody is drawn."""
     rare = {"num_samples": 10**9, "per_device_train_batch_size": 1, "target_delta": 1e-10}
     run(tmp_path, method, max_steps=2, **rare)
@@ -334,15 +322,13 @@ def test_an_empty_draw_releases_noise(method: str, tmp_path: Path, releases: Any
         ({"grad_sample_mode": "ghost"}, "grad_sample_mode='ghost' must be one of"),
     ],
 )
-def test_wrong_combinations_are_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_wrong_combinations_are_refused(changes, message, tmp_path):
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, **changes)
 
 
 @pytest.mark.parametrize("method", ["dp_lora", "lora"])
-def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None:
+def test_an_adapter_method_wants_an_adapter(method, tmp_path):
     with pytest.raises(PrivacyError, match=r"peft\.get_peft_model"):
         make_trainer(tmp_path, method=method)
 
@@ -363,9 +349,7 @@ def test_an_adapter_method_wants_an_adapter(method: str, tmp_path: Path) -> None
         ("adam", {"*": 4}, dict.fromkeys(weights_of(TinyForSequenceClassification()), 4.0)),
     ],
 )
-def test_parameters_that_match_move_so_many_times_as_far(
-    method: str, patterns: Any, factors: dict[str, float], tmp_path: Path
-) -> None:
+def test_parameters_that_match_move_so_many_times_as_far(method, patterns, factors, tmp_path):
     """In the first step, where all starts from the same weights and gradients."""
     settings = NOISY if METHODS[method].private else PLAIN
     one, other = (
@@ -384,15 +368,15 @@ def test_parameters_that_match_move_so_many_times_as_far(
 
 
 @pytest.mark.slow
-def test_rates_of_their_own_survive_a_checkpoint(tmp_path: Path) -> None:
+def test_rates_of_their_own_survive_a_checkpoint(tmp_path):
     settings = {**EXACT, "method": "dp_grape", "max_steps": 6}
     whole_and_resumed(tmp_path, 3, **settings, learning_rate_factors={"head": 3})
 
 
-def test_moments_of_other_parameters_of_the_same_shape_are_refused() -> None:
+def test_moments_of_other_parameters_of_the_same_shape_are_refused():
     layers = [nn.Parameter(torch.zeros(3)) for _ in range(3)]
 
-    def optimizer(factor_of: dict[nn.Parameter, float]) -> torch.optim.Optimizer:
+    def optimizer(factor_of):
         made = torch.optim.SGD(layers, lr=0.1)
         scale_rates(made, factor_of)
         return made
@@ -404,9 +388,9 @@ def test_moments_of_other_parameters_of_the_same_shape_are_refused() -> None:
         optimizer(second).load_state_dict(state)
 
 
-def test_a_checkpoint_from_before_the_factors_goes_on_without_any() -> None:
+def test_a_checkpoint_from_before_the_factors_goes_on_without_any():
     weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    groups: Any = [{"params": weights}, {"params": []}]  # the second without weight decay
+    groups = [{"params": weights}, {"params": []}]  # the second without weight decay
     state = torch.optim.SGD(groups, lr=0.1).state_dict()
     new = torch.optim.SGD(groups, lr=0.2)
     scale_rates(new, {})
@@ -414,7 +398,7 @@ def test_a_checkpoint_from_before_the_factors_goes_on_without_any() -> None:
     assert [group["lr"] for group in new.param_groups] == [0.1, 0.1]
 
 
-def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
+def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path):
     settings = NOISY | {"method": "dp_grape", "max_steps": 1, "learning_rate": 1e-3}
     trainer = make_trainer(tmp_path, **settings, learning_rate_factors={"*": 4})
     trainer.create_optimizer()
@@ -436,9 +420,7 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_factor_of_all_parameters_divides_the_clipping_norm(
-    changes: dict[str, Any], tmp_path: Path, releases: Any
-) -> None:
+def test_a_factor_of_all_parameters_divides_the_clipping_norm(changes, tmp_path, releases):
     """clip(4 g, C) / 4 is clip(g, C / 4), bit by bit, and so is the noise."""
     settings = {"method": "dp_grape", "noise_multiplier": 0.5, "max_steps": 2} | changes
     if "privacy_unit_column" in changes:
@@ -457,7 +439,7 @@ def test_a_factor_of_all_parameters_divides_the_clipping_norm(
     assert_same_steps(whole, quarter)
 
 
-def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> None:
+def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path):
     settings = NOISY | {"method": "dp_grape", "max_steps": 2, "save_strategy": "steps"}
     first = trained_in(tmp_path, **settings, save_steps=1, gradient_factors={"head": 3})
     assert first.ledger.mechanism.gradient_factors == '{"head": 3.0}'
@@ -466,10 +448,10 @@ def test_factors_are_recorded_in_one_form_and_resumed_in_any(tmp_path: Path) -> 
     assert again.ledger.steps == 3
 
 
-def test_batch_wide_draws_of_speech_models_are_refused_together(tmp_path: Path) -> None:
+def test_batch_wide_draws_of_speech_models_are_refused_together(tmp_path):
     """Both options in one message, when the trainer is made; masks of rate 0 draw nothing."""
 
-    def make(**drawn: Any) -> Any:
+    def make(**drawn):
         model = row("Wav2Vec2, classification of waves").model(apply_spec_augment=True, **drawn)
         return make_trainer(tmp_path, model=model)
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ from tests.support.marks import slow_but
 # ---- The bound ----
 
 
-def most_likely_success(m: int, k: int, v: int, epsilon: float, delta: float) -> float:
+def most_likely_success(m, k, v, epsilon, delta):
     """Returns the largest P[v of k guesses are correct, or more] of a private run.
 
     A mechanism is a table: for each of the ``2**m`` ways that the coins fall, the probabilities of
@@ -48,7 +47,7 @@ def most_likely_success(m: int, k: int, v: int, epsilon: float, delta: float) ->
     size = len(entries)
     rows, columns, values, most = [], [], [], []
 
-    def at_most(terms: list[tuple[int, float]], bound: float) -> None:
+    def at_most(terms, bound):
         for column, value in terms:
             rows.append(len(most))
             columns.append(column)
@@ -82,7 +81,7 @@ CASES = [(m, k, v) for m in (1, 2, 3) for k in range(1, m + 1) for v in range(1,
 
 
 @pytest.mark.parametrize(("m", "k", "v"), CASES)
-def test_the_bound_is_what_the_best_private_mechanism_reaches(m: int, k: int, v: int) -> None:
+def test_the_bound_is_what_the_best_private_mechanism_reaches(m, k, v):
     for epsilon, delta in itertools.product((0.0, 0.5, 2.0), (0.0, 1e-3, 0.02, 0.1)):
         best = most_likely_success(m, k, v, epsilon, delta)
         bound = p_value(v, k, m, epsilon, delta)
@@ -91,7 +90,7 @@ def test_the_bound_is_what_the_best_private_mechanism_reaches(m: int, k: int, v:
             assert best == pytest.approx(bound, abs=1e-7), (epsilon, delta)
 
 
-def test_delta_counts_for_all_canaries_and_not_only_guessed_ones() -> None:
+def test_delta_counts_for_all_canaries_and_not_only_guessed_ones():
     plain, few, many = (
         p_value(45, 50, m, 1.0, delta) for m, delta in ((50, 0.0), (50, 1e-4), (5000, 1e-4))
     )
@@ -100,7 +99,7 @@ def test_delta_counts_for_all_canaries_and_not_only_guessed_ones() -> None:
     assert many - plain == pytest.approx(100 * (few - plain), rel=1e-6)
 
 
-def test_the_bound_refutes_all_smaller_epsilons_and_no_larger_ones() -> None:
+def test_the_bound_refutes_all_smaller_epsilons_and_no_larger_ones():
     bound = epsilon_lower_bound(180, 200, 1000, 1e-5, 0.95)
     assert p_value(180, 200, 1000, bound, 1e-5) <= 0.05
     assert p_value(180, 200, 1000, bound + 1e-3, 1e-5) > 0.05
@@ -108,7 +107,7 @@ def test_the_bound_refutes_all_smaller_epsilons_and_no_larger_ones() -> None:
     assert max(smaller) <= 0.05
 
 
-def test_more_correct_guesses_and_less_confidence_show_more() -> None:
+def test_more_correct_guesses_and_less_confidence_show_more():
     bounds = [epsilon_lower_bound(correct, 200, 1000, 1e-5) for correct in range(100, 201, 10)]
     assert bounds == sorted(bounds)
     assert bounds[0] == 0 < bounds[-1] < 6
@@ -118,7 +117,7 @@ def test_more_correct_guesses_and_less_confidence_show_more() -> None:
 
 
 @pytest.mark.slow
-def test_the_bound_holds_for_gaussian_mechanisms_with_the_stated_confidence() -> None:
+def test_the_bound_holds_for_gaussian_mechanisms_with_the_stated_confidence():
     """2000 audits of N(bit, sigma^2): the bound may exceed the true epsilon in 5 % of them.
 
     For the smallest true epsilon, 0, so that the bound is not idle: scores say nothing at all.
@@ -143,16 +142,14 @@ def test_the_bound_holds_for_gaussian_mechanisms_with_the_stated_confidence() ->
     ],
     ids=str,
 )
-def test_counts_and_levels_that_make_no_sense_are_refused(
-    changes: dict[str, Any], message: str
-) -> None:
+def test_counts_and_levels_that_make_no_sense_are_refused(changes, message):
     given = {"correct": 5, "guesses": 10, "canaries": 20, "delta": 1e-3, "confidence": 0.9}
     with pytest.raises(PrivacyError, match=message):
         epsilon_lower_bound(**given | changes)
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.3])
-def test_the_evidence_is_the_likelihood_ratio_of_the_two_worlds(rate: float) -> None:
+def test_the_evidence_is_the_likelihood_ratio_of_the_two_worlds(rate):
     seen = np.linspace(-2, 3, 11)
     out = norm.pdf(seen, 0, 0.7)
     inside = rate * norm.pdf(seen, 1, 0.7) + (1 - rate) * out
@@ -160,7 +157,7 @@ def test_the_evidence_is_the_likelihood_ratio_of_the_two_worlds(rate: float) -> 
     np.testing.assert_allclose(found.numpy(), np.log(inside / out), rtol=1e-9, atol=1e-12)
 
 
-def test_a_guess_is_made_where_the_evidence_is_strongest() -> None:
+def test_a_guess_is_made_where_the_evidence_is_strongest():
     guessed, says_in = guess(torch.tensor([0.1, -5.0, 3.0, -0.2]), 2)
     assert guessed.tolist() == [1, 2]
     assert says_in.tolist() == [False, True]
@@ -181,16 +178,12 @@ FACTORS = {"body": 0.25, "tables.1": 8.0}
     ids=["dp_grape", "principal", "dp_sgd"],
 )
 def test_each_included_canary_is_seen_with_length_C(
-    method: str,
-    projection: str | None,
-    clipping: str,
-    factors: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    method, projection, clipping, factors, monkeypatch
+):
     """Without noise, three steps show 1 for a canary that is in and 0 for the others."""
     found = []
 
-    def keep(seen: Any, noise_multiplier: float, sample_rate: float) -> torch.Tensor:
+    def keep(seen, noise_multiplier, sample_rate):
         found.append(seen)
         return log_likelihood_ratio(seen, noise_multiplier, sample_rate)
 
@@ -218,7 +211,7 @@ def test_each_included_canary_is_seen_with_length_C(
     assert result.passed
 
 
-ATTACKED: list[dict[str, Any]] = [
+ATTACKED = [
     {"method": "dp_grape", "steps": 2},
     {"method": "dp_sgd", "sample_rate": 0.2, "steps": 20},
     {"method": "dp_grape", "clipping": "automatic", "steps": 1, "noise_multiplier": 1.0},
@@ -229,21 +222,19 @@ ATTACKED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", slow_but({str(ATTACKED[0])}, ATTACKED))
-def test_what_an_attack_shows_stays_below_the_claim(changes: dict[str, Any]) -> None:
+def test_what_an_attack_shows_stays_below_the_claim(changes):
     """Of 30,000 simulated attacks with these numbers, none failed (with 20 guesses: a quarter)."""
     result = audit(AuditSettings(canaries=3000, guesses=150, **changes))
     assert 0 < result.lower_bound < result.claimed_epsilon < 5
     assert result.correct > 0.55 * result.settings.number_of_guesses
 
 
-def less_noise(times: float, values: Any, std: float, *rest: Any) -> None:
+def less_noise(times, values, std, *rest):
     add_noise_(values, std / times, *rest)
 
 
 @pytest.mark.slow
-def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(monkeypatch):
     """Four bands, in which each canary that is in has one turn, and takes it."""
     monkeypatch.setattr(banded, "add_noise_", partial(less_noise, 8))
     settings = {"noise": "banded", "target_epsilon": 4.0, "sample_rate": 0.25, "steps": 4}
@@ -251,14 +242,14 @@ def test_correlated_noise_of_an_eighth_of_its_size_is_refuted(
     assert not result.passed
 
 
-def test_evidence_under_correlated_noise_is_the_likelihood_ratio() -> None:
+def test_evidence_under_correlated_noise_is_the_likelihood_ratio():
     """Against the densities of all releases together, for each group and each set of draws."""
     bands, sigma, rate, steps = (0.8, 0.6), 1.3, 0.3, 5
     seen = torch.randn(steps, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     matrix = torch.diag(torch.full((steps,), 0.8)) + torch.diag(torch.full((steps - 1,), 0.6), -1)
     matrix = matrix.double()
 
-    def log_density(drawn: torch.Tensor) -> torch.Tensor:
+    def log_density(drawn):
         return -((matrix @ (seen - drawn[:, None])).square().sum(0)) / (2 * sigma**2)
 
     inside = []
@@ -286,9 +277,7 @@ def test_evidence_under_correlated_noise_is_the_likelihood_ratio() -> None:
     ],
     ids=str,
 )
-def test_a_claim_that_is_not_kept_is_refuted(
-    sabotage: str, factors: Any, projection: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_is_not_kept_is_refuted(sabotage, factors, projection, monkeypatch):
     if sabotage == "less noise":
         monkeypatch.setattr(release, "add_noise_", partial(less_noise, 4))
     else:
@@ -316,7 +305,7 @@ def test_a_claim_that_is_not_kept_is_refuted(
     ],
     ids=str,
 )
-def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_audited_is_refused(changes, message):
     with pytest.raises(PrivacyError, match=message):
         audit(AuditSettings(**{"canaries": 60} | changes))
 
@@ -326,7 +315,7 @@ def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str
 SMALL = ["audit", "--canaries", "2000", "--guesses", "200", "--max_steps", "1"]
 
 
-def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_claim_and_bound(capsys):
     """Of 20,000 simulated attacks with 200 guesses none failed; with 50 guesses three did."""
     assert main([*SMALL, "--noise_multiplier", "2"]) == 0
     printed = capsys.readouterr().out
@@ -336,9 +325,7 @@ def test_the_command_prints_claim_and_bound(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_the_command_names_the_projection_and_the_factors(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_names_the_projection_and_the_factors(capsys):
     factors = '{"body": 4}'
     assert main([*SMALL, "--projection", "principal", "--gradient_factors", factors]) == 0
     printed = capsys.readouterr().out
@@ -349,9 +336,7 @@ def test_the_command_names_the_projection_and_the_factors(
 
 
 @pytest.mark.slow
-def test_the_command_fails_where_the_claim_is_refuted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_fails_where_the_claim_is_refuted(monkeypatch, capsys):
     command = ["audit", "--canaries", "4000", "--guesses", "400", "--max_steps", "1", "--eps", "1"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -2,17 +2,14 @@
 given."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -55,14 +52,14 @@ from tests.support.trainers import Examples, make_args
 WIDTH = 16
 
 
-def config(**changes: Any) -> BertConfig:
+def config(**changes):
     sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 3}
     more = {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
     return BertConfig(**sizes | more | changes)
 
 
 @torch.no_grad()
-def trained(model: Any) -> Any:
+def trained(model):
     """The model with norms that are not as they were made."""
     for module in model.modules():
         if "Norm" in type(module).__name__:
@@ -70,7 +67,7 @@ def trained(model: Any) -> Any:
     return model
 
 
-def pretrained(folder: Path, model: Any = None) -> Any:
+def pretrained(folder, model=None):
     """A model that was loaded from a folder."""
     set_seed(0)
     model = trained(model or BertForSequenceClassification(config()))
@@ -78,11 +75,11 @@ def pretrained(folder: Path, model: Any = None) -> Any:
     return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3).eval()
 
 
-def text(size: int = 4, length: int = 8) -> dict[str, Tensor]:
+def text(size=4, length=8):
     return {"input_ids": torch.randint(5, WORDS, (size, length))}
 
 
-def of_the_run(suggestion: str) -> dict[str, str]:
+def of_the_run(suggestion):
     """What the first table of a suggestion says, by name."""
     first = suggestion.split("\n\n")[1]
     rows = (re.split(" {2,}", line, maxsplit=1) for line in first.splitlines())
@@ -90,7 +87,7 @@ def of_the_run(suggestion: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("samples", "passes"), [(2635, 3), (60_000, 1), (1024, 10), (100_000, 30)])
-def test_a_batch_grows_with_the_root_of_what_is_read(samples: int, passes: float) -> None:
+def test_a_batch_grows_with_the_root_of_what_is_read(samples, passes):
     size = usual_batch_size(samples, passes)
     assert size == pytest.approx(0.8 * (samples * passes) ** 0.5, abs=0.5)
     assert usual_batch_size(samples, 4 * passes) == pytest.approx(2 * size, rel=0.02)
@@ -105,24 +102,20 @@ def test_a_batch_grows_with_the_root_of_what_is_read(samples: int, passes: float
         (10, 1000, None, 10),  # no more than there are
     ],
 )
-def test_given_steps_decide_a_batch_of_at_most_a_tenth(
-    samples: int, passes: int, steps: int | None, batch: int
-) -> None:
+def test_given_steps_decide_a_batch_of_at_most_a_tenth(samples, passes, steps, batch):
     assert usual_batch_size(samples, passes, steps) == batch
 
 
 # ---- The walk of the noise ----
 
 
-def setting(
-    rule: str, schedule: Any, bands: tuple[float, ...] = (1.0,), **settings: float
-) -> Setting:
-    of_a_run: Any = dict.fromkeys(Setting._fields)
+def setting(rule, schedule, bands=(1.0,), **settings):
+    of_a_run = dict.fromkeys(Setting._fields)
     given = {"rule": rule, "schedule": schedule, "bands": bands, "settings": settings}
     return Setting(**of_a_run | given)
 
 
-def test_the_walk_of_momentum_is_that_of_its_sum() -> None:
+def test_the_walk_of_momentum_is_that_of_its_sum():
     """A noise n at step k has moved a number by (1 - b^(T-k)) / (1 - b) at the end."""
     beta, steps = 0.9, 40
     weights = [(1 - beta ** (steps - k)) / (1 - beta) for k in range(steps)]
@@ -131,13 +124,13 @@ def test_the_walk_of_momentum_is_that_of_its_sum() -> None:
     assert found == pytest.approx(expected, rel=0.1)
 
 
-def test_the_walk_of_sgd_follows_the_schedule() -> None:
+def test_the_walk_of_sgd_follows_the_schedule():
     schedule = [1.0, 0.5, 0.25]
     expected = 2.0 * sum(s**2 for s in schedule) ** 0.5
     assert setting("sgd", schedule).walk(2.0) == pytest.approx(expected, rel=0.1)
 
 
-def test_the_walk_of_adam_does_not_depend_on_noise_size() -> None:
+def test_the_walk_of_adam_does_not_depend_on_noise_size():
     small, large = (setting("adam", [1.0] * 50).walk(std) for std in (0.01, 10.0))
     assert small == pytest.approx(large, rel=1e-3)
 
@@ -145,7 +138,7 @@ def test_the_walk_of_adam_does_not_depend_on_noise_size() -> None:
 # ---- Parts ----
 
 
-def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path: Path) -> None:
+def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path):
     model = pretrained(tmp_path)
     train_matrices_only(model, "classifier")
     left = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -158,7 +151,7 @@ def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path: Path) -> 
 
 
 @torch.no_grad()
-def test_a_new_head_reads_averages_of_the_last_layers_inputs(tmp_path: Path) -> None:
+def test_a_new_head_reads_averages_of_the_last_layers_inputs(tmp_path):
     model, batch = pretrained(tmp_path), text()
     assert average_at_first(model, model.classifier, batch) == "bert.encoder.layer.2"
     out = model.bert(**batch, output_hidden_states=True)
@@ -169,7 +162,7 @@ def test_a_new_head_reads_averages_of_the_last_layers_inputs(tmp_path: Path) -> 
     torch.testing.assert_close(out.pooler_output, expected.tanh(), rtol=1e-3, atol=1e-3)
 
 
-SHAPE: dict[str, Any] = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2}
+SHAPE = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2}
 SHAPE |= {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
 ENCODERS = {
     "distilbert": DistilBertConfig(
@@ -184,7 +177,7 @@ ENCODERS = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ENCODERS)
-def test_encoders_of_other_families_read_the_average_too(name: str, tmp_path: Path) -> None:
+def test_encoders_of_other_families_read_the_average_too(name, tmp_path):
     """But for the biases of positions, which MPNet adds to its attention and are small."""
     set_seed(0)
     model = pretrained(tmp_path, AutoModelForSequenceClassification.from_config(ENCODERS[name]))
@@ -197,7 +190,7 @@ def test_encoders_of_other_families_read_the_average_too(name: str, tmp_path: Pa
     assert float((found - expected).norm() / expected.norm()) < 0.02
 
 
-def test_another_head_is_left_alone(tmp_path: Path) -> None:
+def test_another_head_is_left_alone(tmp_path):
     trained = pretrained(tmp_path / "trained")
     trained.classifier.bias.data.fill_(0.1)
     set_seed(0)
@@ -214,7 +207,7 @@ DECODER = GPT2Config(
 )
 
 
-def test_a_new_head_is_clipped_apart(tmp_path: Path) -> None:
+def test_a_new_head_is_clipped_apart(tmp_path):
     body = pretrained(tmp_path / "body")
     assert clipped_apart(body, "classifier") == "classifier"
     body.classifier.requires_grad_(False)
@@ -230,14 +223,14 @@ def test_a_new_head_is_clipped_apart(tmp_path: Path) -> None:
         assert clipped_apart(model, output) is None
 
 
-def test_the_inputs_of_a_new_head_are_partially_whitened(tmp_path: Path) -> None:
+def test_the_inputs_of_a_new_head_are_partially_whitened(tmp_path):
     set_seed(0)
     model = trained(GPT2ForSequenceClassification(DECODER))
     model.transformer.ln_f.weight.data[3] *= 40  # of a feature that is large in every text
     trainer = trainer_of(tmp_path / "out", model)
     assert trainer.plan.mechanism.clipped_apart == "score"
     projectors = trainer.private_run.projectors_at(0)
-    read: list[Tensor] = []
+    read = []
     model.score.register_forward_pre_hook(lambda module, args: read.append(args[0].flatten(0, 1)))
     with torch.no_grad():
         for batch in trainer._public_inputs()():
@@ -261,7 +254,7 @@ def test_the_inputs_of_a_new_head_are_partially_whitened(tmp_path: Path) -> None
     assert trainer.rates.head.effect == pytest.approx(in_logits, rel=0.05)
 
 
-def test_pretrained_weights_are_recognised_by_norms_and_not_by_name(tmp_path: Path) -> None:
+def test_pretrained_weights_are_recognised_by_norms_and_not_by_name(tmp_path):
     saved = pretrained(tmp_path)
     assert is_pretrained(saved)
     fresh = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(tmp_path))
@@ -271,7 +264,7 @@ def test_pretrained_weights_are_recognised_by_norms_and_not_by_name(tmp_path: Pa
     assert is_pretrained(fresh)
 
 
-def test_an_untrained_model_has_one_learning_rate_for_all_weights(tmp_path: Path) -> None:
+def test_an_untrained_model_has_one_learning_rate_for_all_weights(tmp_path):
     set_seed(0)
     model = BertForSequenceClassification(config())
     trainer = trainer_of(tmp_path / "out", model)
@@ -287,9 +280,7 @@ def test_an_untrained_model_has_one_learning_rate_for_all_weights(tmp_path: Path
 
 
 @pytest.mark.parametrize(("eps", "bound"), [(0.5, "noise"), (1000.0, "step")])
-def test_an_untrained_models_rate_is_limited_by_noise_or_steps(
-    eps: float, bound: str, tmp_path: Path
-) -> None:
+def test_an_untrained_models_rate_is_limited_by_noise_or_steps(eps, bound, tmp_path):
     set_seed(0)
     trainer = trainer_of(tmp_path / "out", BertForSequenceClassification(config()), eps=eps)
     trainer.suggestion()
@@ -309,11 +300,11 @@ def test_an_untrained_models_rate_is_limited_by_noise_or_steps(
 # ---- With little noise ----
 
 
-def adapter(folder: Path, config: Any) -> Any:
+def adapter(folder, config):
     return get_peft_model(pretrained(folder), config(task_type="SEQ_CLS"))
 
 
-def biases(folder: Path) -> Any:
+def biases(folder):
     """A model whose biases, norms and head are trained, as BitFit does."""
     model = pretrained(folder)
     for name, parameter in model.named_parameters():
@@ -322,7 +313,7 @@ def biases(folder: Path) -> Any:
     return model
 
 
-WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
+WAYS = {
     "as it comes": (pretrained, {}),
     "SGD": (pretrained, {"update_rule": "sgd"}),
     "full gradients": (pretrained, {"method": "dp_adam", "update_rule": "momentum"}),
@@ -346,7 +337,7 @@ WAYS: dict[str, tuple[Callable[[Path], Any], dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("way", slow_but(("as it comes", "LoRA", "BitFit"), WAYS))
-def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way: str, tmp_path: Path) -> None:
+def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way, tmp_path):
     make, changes = WAYS[way]
     rates, limits = [], []
     for eps in (0.5, 8.0, 1e5, 1e6):
@@ -363,7 +354,7 @@ def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way: str, tmp_p
         assert low < middle < high
 
 
-def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
+def test_adam_has_one_learning_rate_at_any_noise(tmp_path):
     """It divides noise by its size: what is left of it in the weights does not fall with it."""
     rates = []
     for eps in (8.0, 1e5):
@@ -375,7 +366,7 @@ def test_adam_has_one_learning_rate_at_any_noise(tmp_path: Path) -> None:
     assert rates[0] == pytest.approx(rates[1], rel=0.1)
 
 
-def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path) -> None:
+def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path):
     """The rule is run on a gradient of plain autograd, until its steps are equally long."""
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), eps=1e6, max_steps=200)
     trainer.suggestion()
@@ -383,10 +374,10 @@ def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path
     model, rates = trainer.model.eval(), trainer.rates
     projectors = trainer.private_run.projectors_at(0)
     inputs = list(islice(trainer._public_inputs()(), 0, 5, 2))
-    read: list[Tensor] = []
+    read = []
     model.classifier.register_forward_pre_hook(lambda module, args: read.append(args[0]))
 
-    def features() -> Tensor:
+    def features():
         read.clear()
         for batch in inputs:
             on_inputs(model, batch)
@@ -411,7 +402,7 @@ def test_steps_without_noise_change_features_by_at_most_the_limit(tmp_path: Path
     assert float((moved - known).norm() / known.norm()) == pytest.approx(0.6, rel=0.1)
 
 
-def test_adam_moves_all_numbers_alike_whatever_their_gradients() -> None:
+def test_adam_moves_all_numbers_alike_whatever_their_gradients():
     adam = setting("adam", [1.0] * 9)
     steps = adam.one_step({"weight": torch.tensor([[1e-3, -2.0], [0.0, 0.5]])})["weight"]
     torch.testing.assert_close(steps, torch.tensor([[-1.0, 1.0], [0.0, -1.0]]), rtol=1e-3, atol=0)
@@ -421,7 +412,7 @@ def test_adam_moves_all_numbers_alike_whatever_their_gradients() -> None:
 # ---- A run ----
 
 
-def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None:
+def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path):
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), logging_steps=1)
     trainer.train()
     assert trainer.rates.body.effect == pytest.approx(0.6, rel=0.1)
@@ -444,9 +435,7 @@ def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path: Path) -> None
     ],
     ids=str,
 )
-def test_a_head_that_puts_out_numbers_bears_less_noise(
-    changes: dict[str, Any], noise: float, tmp_path: Path
-) -> None:
+def test_a_head_that_puts_out_numbers_bears_less_noise(changes, noise, tmp_path):
     pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "base", ignore_mismatched_sizes=True, **changes
@@ -459,19 +448,19 @@ def test_a_head_that_puts_out_numbers_bears_less_noise(
     assert ("Labels are numbers" in said) == (f"adds {noise:g} to a number" in said) == (noise < 1)
 
 
-def test_a_reward_is_no_number_that_labels_are() -> None:
+def test_a_reward_is_no_number_that_labels_are():
     """Only the difference of two counts, in a logistic loss."""
     model = BertForSequenceClassification(config(num_labels=1))
     assert loss_for(model).regresses
     assert not RewardLoss(lambda model, inputs: torch.ones(()), None).regresses
 
 
-def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path: Path) -> None:
+def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path):
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base").train())
     before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     state = torch.get_rng_state()
     trainer.private_run.projectors_at(0)
-    ran: list[Any] = []
+    ran = []
     trainer.model.classifier.register_forward_hook(lambda *call: ran.append(call))
     trainer._choose_rates()
     assert len(ran) == 1  # to find the layer; logits are not measured
@@ -480,7 +469,7 @@ def test_measuring_leaves_weights_and_random_numbers_as_they_were(tmp_path: Path
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
 
 
-def test_a_continued_model_moves_by_half_as_much(tmp_path: Path) -> None:
+def test_a_continued_model_moves_by_half_as_much(tmp_path):
     """Two equal runs find the weights equally well, so the second one moves by half as much."""
     first = trainer_of(tmp_path / "first", pretrained(tmp_path / "base"))
     first.train()
@@ -498,27 +487,25 @@ def test_a_continued_model_moves_by_half_as_much(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("steps", "sigma", "share"), [(0, 1.5, 1.0), (1, 1.5, 0.8), (1, 3.0, 16 / 17), (100, 1.5, 0.5)]
 )
-def test_a_run_counts_as_much_as_its_precision(
-    steps: int, sigma: float, share: float, tmp_path: Path
-) -> None:
+def test_a_run_counts_as_much_as_its_precision(steps, sigma, share, tmp_path):
     """With four releases of B = 64 and sigma = 1.5, after the releases of an earlier run."""
     earlier = Earlier(ledger_of(steps, replace(MECHANISM, noise_multiplier=sigma)), "a file", False)
-    of_run: dict[str, Any] = {"noise_multiplier": 1.5, "expected_batch_size": 64, "max_steps": 4}
+    of_run = {"noise_multiplier": 1.5, "expected_batch_size": 64, "max_steps": 4}
     args = make_args(tmp_path, **of_run, target_delta=1e-5)
     assert PrivacyPlan(args, 1024, earlier).share_of_rates == pytest.approx(share)
     resumed = replace(earlier, resumed=True)  # a resumed run is no earlier one
     assert PrivacyPlan(args, 1024, resumed).share_of_rates == 1
 
 
-def test_bands_raise_the_precision_of_their_sum() -> None:
+def test_bands_raise_the_precision_of_their_sum():
     bands = {"noise": "banded", "coefficients": "[0.8, 0.6]"}
     plain, banded = MECHANISM.precision(8), replace(MECHANISM, **bands).precision(8)
     assert plain == pytest.approx(64**2 * 8 / 1.5**2)
     assert banded == pytest.approx(1.4**2 * plain)
 
 
-def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
+def test_what_is_given_is_taken_as_it_is(tmp_path):
+    given = {
         "max_grad_norm": 0.5,
         "r": 2,
         "update_rule": "adam",
@@ -540,7 +527,7 @@ def test_what_is_given_is_taken_as_it_is(tmp_path: Path) -> None:
     assert {*trainer.private_run.ranks.values()} == {2}
 
 
-def test_factors_multiply_the_chosen_learning_rates(tmp_path: Path) -> None:
+def test_factors_multiply_the_chosen_learning_rates(tmp_path):
     rates = []
     for number, factors in enumerate((None, {"*": 0.5})):
         trainer = trainer_of(
@@ -551,7 +538,7 @@ def test_factors_multiply_the_chosen_learning_rates(tmp_path: Path) -> None:
     assert rates[1] == pytest.approx({name: rate / 2 for name, rate in rates[0].items()})
 
 
-def test_with_a_rate_nothing_is_chosen(tmp_path: Path) -> None:
+def test_with_a_rate_nothing_is_chosen(tmp_path):
     model = pretrained(tmp_path / "base")
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     trainer = trainer_of(tmp_path / "out", model, learning_rate=1e-3)
@@ -571,34 +558,18 @@ UNSUITABLE = [
 
 
 @pytest.mark.parametrize(("changes", "said"), UNSUITABLE)
-def test_unsuitable_settings_are_reported_before_the_first_step(
-    changes: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsuitable_settings_are_reported_before_the_first_step(changes, said, tmp_path, caplog):
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), **changes)
     trainer.start()
     assert any(said in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize(
-    ("effect", "most", "chosen", "warns"),
-    [(0.01, 1, False, 1), (0.1, 1, False, 0), (0.01, 3, False, 0), (0.01, 1, True, 0)],
-)
-def test_a_rate_too_small_without_a_new_head_is_reported(
-    effect: float, most: float, chosen: bool, warns: int
-) -> None:
-    body = Group("body", ["weight"], 4, 2e-5, noise=2.0, most=most, effect=effect)
-    warnings = rate_warnings(Rates({"weight": 2e-5}, body, None, False), chosen=chosen)
-    assert ["at learning_rate=2e-05, even noise" in text for text in warnings] == [True] * warns
-
-
-def test_no_warning_concerns_chosen_settings(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_warning_concerns_chosen_settings(tmp_path, caplog):
     trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), eps=100.0).start()
     assert not [r for r in caplog.records if r.name.startswith("dp_grape_hf")]
 
 
-def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
+def test_constant_signal_moves_a_parameter_by_the_sum_of_rates():
     sizes = torch.tensor([0.0, 2.0, 7.0])
     assert setting("sgd", [1.0, 0.5]).push(sizes).tolist() == pytest.approx([0, 3, 10.5])
     assert setting("adam", [1.0] * 5).push(sizes).tolist() == pytest.approx([0, 5, 5])
@@ -608,9 +579,7 @@ def test_constant_signal_moves_a_parameter_by_the_sum_of_rates() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_a_table_of_what_was_chosen(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_begins_with_a_table_of_what_was_chosen(tmp_path, capsys):
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), disable_tqdm=False)
     table = trainer.suggestion()
     assert "64 examples, epsilon 8 at delta 0.001" in table
@@ -622,7 +591,7 @@ def test_a_run_begins_with_a_table_of_what_was_chosen(
 
 
 @pytest.mark.slow
-def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(tmp_path: Path) -> None:
+def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(tmp_path):
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"))
     trainer.train()
     trainer.save_model()
@@ -636,7 +605,7 @@ def test_ledger_and_card_state_the_chosen_rates_and_their_schedule(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_signal_is_logged_of_body_and_head(tmp_path: Path) -> None:
+def test_signal_is_logged_of_body_and_head(tmp_path):
     settings = {"logging_steps": 1, "eps": 1000.0, "noise": "independent"}
     trainer = trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), **settings)
     trainer.train()
@@ -648,9 +617,7 @@ def test_signal_is_logged_of_body_and_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_suggest_chooses_what_a_run_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggest_chooses_what_a_run_does(tmp_path, capsys):
     base = tmp_path / "base"
     model, tokenizer = pretrained(base), AutoTokenizer.from_pretrained(base)
     settings = {"accountant": "pld", "processing_class": tokenizer}
@@ -662,9 +629,7 @@ def test_suggest_chooses_what_a_run_does(
     assert "noise would hide the labels" in capsys.readouterr().out
 
 
-def test_suggest_refuses_a_model_that_is_not_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggest_refuses_a_model_that_is_not_there(tmp_path, capsys):
     options = "--num_samples 64 --eps 8 --delta 1e-3"
     assert main(["suggest", str(tmp_path / "none"), *options.split()]) == 2
     assert "has no config" in capsys.readouterr().err

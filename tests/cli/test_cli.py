@@ -8,8 +8,6 @@ import shlex
 from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import RobertaConfig, TimesformerConfig
@@ -36,10 +34,10 @@ Command = Callable[[str], str]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Command:
+def run(capsys):
     """Returns what a command prints, which succeeds."""
 
-    def printed(command: str) -> str:
+    def printed(command):
         assert main(shlex.split(command)) == 0
         return capsys.readouterr().out
 
@@ -47,12 +45,12 @@ def run(capsys: pytest.CaptureFixture[str]) -> Command:
 
 
 @pytest.fixture
-def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
+def refusal(capsys):
     """Returns what a command says that is refused."""
 
-    def said(command: str) -> str:
+    def said(command):
         try:
-            code: object = main(shlex.split(command))
+            code = main(shlex.split(command))
         except SystemExit as stop:  # argparse's own
             code = stop.code
         out, err = capsys.readouterr()
@@ -64,7 +62,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Command:
     return said
 
 
-def test_a_table_has_aligned_columns_and_wraps_wide_rows() -> None:
+def test_a_table_has_aligned_columns_and_wraps_wide_rows():
     words = "as many words as it takes to fill more than one line of the column"
     lines = table(
         [("", "b", "c"), ("one", "22", words), ("four", "3", "")], "<><", (2,)
@@ -78,13 +76,13 @@ def test_a_table_has_aligned_columns_and_wraps_wide_rows() -> None:
     assert table([("a" * 99, words)]).splitlines()[0] == "a" * 99 + "  as many words as it"
 
 
-def options_of(command: str) -> dict[str, Any]:
+def options_of(command):
     parser = argparse.ArgumentParser()
     getattr(options, f"add_{command}")(parser)
     return {action.dest: action for action in parser._actions}
 
 
-def test_options_state_the_names_and_defaults_of_the_package() -> None:
+def test_options_state_the_names_and_defaults_of_the_package():
     calibrate, memory, card, audit = map(options_of, ("calibrate", "memory", "card", "audit"))
     ends = f"from {DEFAULT_EPSILONS[0]:g} to {DEFAULT_EPSILONS[-1]:g})"
     assert ends in calibrate["target_epsilon"].help
@@ -104,9 +102,7 @@ def test_options_state_the_names_and_defaults_of_the_package() -> None:
 
 
 @pytest.mark.slow
-def test_every_example_in_the_help_prints_what_the_help_says(
-    run: Command, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_example_in_the_help_prints_what_the_help_says(run, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["calibrate", "--help"])
     assert stop.value.code == 0
@@ -120,7 +116,7 @@ def test_every_example_in_the_help_prints_what_the_help_says(
         ]
 
 
-def test_the_default_is_an_aligned_table_over_epsilons(run: Command) -> None:
+def test_the_default_is_an_aligned_table_over_epsilons(run):
     heading, blank, *table = run(RDP).splitlines()
     assert heading == "sample rate 0.1, steps 50, delta 1e-05, adjacency add_or_remove_one"
     assert blank == ""
@@ -136,7 +132,7 @@ def test_the_default_is_an_aligned_table_over_epsilons(run: Command) -> None:
         assert on_mean == pytest.approx(sigma / 100, rel=1e-3)
 
 
-def test_json_carries_the_table_and_the_two_directions_agree(run: Command) -> None:
+def test_json_carries_the_table_and_the_two_directions_agree(run):
     forward = json.loads(run(f"{RDP} --target_epsilon 2 6 --json"))
     assert forward["adjacency"] == Adjacency.ADD_OR_REMOVE_ONE
     assert (forward["sample_rate"], forward["steps"], forward["delta"]) == (0.1, 50, 1e-5)
@@ -148,7 +144,7 @@ def test_json_carries_the_table_and_the_two_directions_agree(run: Command) -> No
     assert all(row["target_epsilon"] is None for row in back["rows"])
 
 
-def test_calibrate_says_which_neighbours_are_meant(run: Command) -> None:
+def test_calibrate_says_which_neighbours_are_meant(run):
     option = "--adjacency replace_one"
     plain = json.loads(run(f"{RDP} --target_epsilon 2 --json"))
     result = json.loads(run(f"{RDP} --target_epsilon 2 --json {option}"))
@@ -158,7 +154,7 @@ def test_calibrate_says_which_neighbours_are_meant(run: Command) -> None:
     assert "replace_one" in run(f"{RDP} --noise_multiplier 1 {option}").splitlines()[0]
 
 
-def test_json_stays_valid_without_noise(run: Command) -> None:
+def test_json_stays_valid_without_noise(run):
     text = run(f"{RDP} --noise_multiplier 0 --json")
     (row,) = json.loads(text, parse_constant=pytest.fail)["rows"]
     assert row["epsilon"] == "inf"
@@ -168,9 +164,7 @@ def test_json_stays_valid_without_noise(run: Command) -> None:
 @pytest.mark.parametrize(
     ("epochs", "q", "steps"), [("3", "0.1", 30), ("3", "0.3", 12), ("0.5", "0.01", 50)]
 )
-def test_an_epoch_visits_each_example_once_on_average(
-    epochs: str, q: str, steps: int, run: Command
-) -> None:
+def test_an_epoch_visits_each_example_once_on_average(epochs, q, steps, run):
     plan = f"--sample_rate {q} --num_train_epochs {epochs} --delta 1e-5"
     text = run(f"calibrate {plan} --noise_multiplier 1 --accountant rdp --json")
     result = json.loads(text)
@@ -178,9 +172,7 @@ def test_an_epoch_visits_each_example_once_on_average(
     assert result["rows"][0]["noise_std_on_mean_over_max_grad_norm"] is None
 
 
-def test_without_a_batch_size_calibrate_takes_that_of_a_run(
-    tmp_path: Path, run: Command, refusal: Command
-) -> None:
+def test_without_a_batch_size_calibrate_takes_that_of_a_run(tmp_path, run, refusal):
     plan = "--num_samples 1500 --epochs 2 --delta 1e-5 --eps 2 --accountant rdp --json"
     found = json.loads(run(f"calibrate {plan}"))
     args = DPGrapeTrainingArguments(
@@ -194,13 +186,13 @@ def test_without_a_batch_size_calibrate_takes_that_of_a_run(
     assert "--num_train_epochs" in refusal("calibrate --epochs 2 --delta 1e-5")
 
 
-def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_package(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out == f"dp-grape {version('dp_grape_hf')}\n"
 
 
-def test_the_noise_on_the_mean_needs_only_the_dataset_size(run: Command) -> None:
+def test_the_noise_on_the_mean_needs_only_the_dataset_size(run):
     plan = "--num_samples 1000 --sample_rate 0.1 --max_steps 50 --delta 1e-5"
     text = run(f"calibrate {plan} --noise_multiplier 2 --accountant rdp")
     assert text.splitlines()[-1].split() == ["2", text.split()[-3], "0.02", "rdp"]
@@ -216,7 +208,7 @@ def test_the_noise_on_the_mean_needs_only_the_dataset_size(run: Command) -> None
         (PLAN.replace("--max_steps 50", "--num_train_epochs -1"), "num_train_epochs=-1.0"),
     ],
 )
-def test_a_bad_request_is_refused_in_one_line(command: str, message: str, refusal: Command) -> None:
+def test_a_bad_request_is_refused_in_one_line(command, message, refusal):
     err = refusal(command)
     assert message in err
     assert err.startswith("dp-grape calibrate: ")
@@ -236,9 +228,7 @@ def test_a_bad_request_is_refused_in_one_line(command: str, message: str, refusa
         f"{PLAN} --target_eps 2",
     ],
 )
-def test_a_contradictory_or_incomplete_request_is_a_usage_error(
-    command: str, refusal: Command
-) -> None:
+def test_a_contradictory_or_incomplete_request_is_a_usage_error(command, refusal):
     assert "usage: dp-grape" in refusal(command)
 
 
@@ -249,7 +239,7 @@ TINY = {
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> str:
+def config(tmp_path):
     RobertaConfig(**TINY, architectures=["RobertaForSequenceClassification"]).save_pretrained(
         tmp_path
     )
@@ -257,9 +247,7 @@ def config(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_memory_shows_every_method_side_by_side_in_aligned_columns(
-    config: str, run: Command
-) -> None:
+def test_memory_shows_every_method_side_by_side_in_aligned_columns(config, run):
     head = "--head token-classification --num_labels 32 --dtype bfloat16"
     text = run(f"memory --model_name_or_path {config} --batch_size 4 --seq_len 32 {head}")
     heading, batch, blank, titles, *rows = text.splitlines()
@@ -275,7 +263,7 @@ def test_memory_shows_every_method_side_by_side_in_aligned_columns(
 
 
 @pytest.mark.slow
-def test_memory_in_json_adds_up_and_names_what_fits(config: str, run: Command) -> None:
+def test_memory_in_json_adds_up_and_names_what_fits(config, run):
     words = f"memory --batch_size 8 --seq_len 8 --json --model_name_or_path {config}"
     peak = json.loads(run(f"{words} --methods dp_grape"))["methods"]["dp_grape"]["peak"]
     card = f"--gpu_memory {0.98 * peak / 2**30 + 1}"
@@ -288,7 +276,7 @@ def test_memory_in_json_adds_up_and_names_what_fits(config: str, run: Command) -
 
 
 @pytest.mark.slow
-def test_memory_says_which_batch_fits(config: str, run: Command) -> None:
+def test_memory_says_which_batch_fits(config, run):
     command = f"memory --model_name_or_path {config} --batch_size 64 --methods adamw dp_grape"
     text = run(f"{command} --seq_len 32 --gpu_memory 1.002")
     assert text.startswith("RobertaForSequenceClassification, ")
@@ -311,22 +299,20 @@ def test_memory_says_which_batch_fits(config: str, run: Command) -> None:
         ("--head nothing", "head='nothing'"),
     ],
 )
-def test_memory_refuses_what_it_cannot_simulate(
-    more: str, message: str, config: str, refusal: Command
-) -> None:
+def test_memory_refuses_what_it_cannot_simulate(more, message, config, refusal):
     assert message in refusal(
         f"memory --model_name_or_path {config} --batch_size 2 --seq_len 8 {more}"
     )
 
 
-def test_memory_needs_a_config_and_a_head(tmp_path: Path, refusal: Command) -> None:
+def test_memory_needs_a_config_and_a_head(tmp_path, refusal):
     command = f"memory --model_name_or_path {tmp_path} --batch_size 2 --seq_len 8"
     assert "has no config" in refusal(command)
     TimesformerConfig(architectures=["TimesformerModel"]).save_pretrained(tmp_path)
     assert "Give --head" in refusal(command)
 
 
-def test_calibrate_says_what_correlated_noise_leaves(run: Command, refusal: Command) -> None:
+def test_calibrate_says_what_correlated_noise_leaves(run, refusal):
     words = "calibrate --num_samples 1024 --expected_batch_size 64 --max_steps 50 --delta 1e-5"
     given = "--eps 8 --accountant rdp --json --noise banded"
     (row,) = json.loads(run(f"{words} {given}"))["rows"]
@@ -348,7 +334,7 @@ def test_calibrate_says_what_correlated_noise_leaves(run: Command, refusal: Comm
         assert "momentum" in said or "noise_multiplier" in said
 
 
-def test_audit_of_a_saved_run_says_what_can_be_done(tmp_path: Path, refusal: Command) -> None:
+def test_audit_of_a_saved_run_says_what_can_be_done(tmp_path, refusal):
     said = refusal(f"audit {tmp_path}")
     assert "canaries" in said
     assert f"dp-grape verify {tmp_path}" in said

@@ -3,7 +3,6 @@
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -71,7 +70,7 @@ OPTIONS = (
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     """A script of one's own with a module beside it."""
     (tmp_path / "run_own.py").write_text(SCRIPT)
     (tmp_path / "own_trainer.py").write_text(BESIDE)
@@ -81,7 +80,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_converted_script_trains_privately(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_converted_script_trains_privately(folder, monkeypatch):
     llama().save_pretrained("model")
     tokenizer().save_pretrained("model")
     for split, count, words in (("train", 240, 4), ("validation", 12, 5)):
@@ -100,7 +99,7 @@ def test_a_converted_script_trains_privately(folder: Path, monkeypatch: pytest.M
     assert 0 <= metrics["eval_accuracy"] <= 1
 
 
-def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_change_is_one_of_imports(folder, capsys):
     assert main(["convert", str(folder / "run_own.py")]) == 0
     shown = capsys.readouterr().out
     assert "No file was changed" in shown
@@ -140,13 +139,11 @@ def test_the_change_is_one_of_imports(folder: Path, capsys: pytest.CaptureFixtur
         ("from . import Trainer\n", None),
     ],
 )
-def test_every_form_of_import_is_changed(before: str, after: str | None) -> None:
+def test_every_form_of_import_is_changed(before, after):
     assert converted(before) == (before if after is None else after)
 
 
-def test_a_script_that_imports_no_trainer_by_name_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_imports_no_trainer_by_name_is_refused(tmp_path, capsys):
     (tmp_path / "run.py").write_text("import transformers\ntransformers.Trainer()\n")
     assert main(["convert", str(tmp_path / "run.py")]) == 2
     said = capsys.readouterr().err
@@ -155,9 +152,7 @@ def test_a_script_that_imports_no_trainer_by_name_is_refused(
 
 
 @pytest.mark.parametrize(("text", "reason"), [(None, "does not exist"), ("x = (", "line 1, has a")])
-def test_a_script_that_cannot_be_read_is_an_error(
-    text: str | None, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_that_cannot_be_read_is_an_error(text, reason, tmp_path, capsys):
     if text is not None:
         (tmp_path / "run.py").write_text(text)
     assert main(["convert", str(tmp_path / "run.py")]) == 2

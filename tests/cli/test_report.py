@@ -2,7 +2,6 @@
 
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from tests.support.ledgers import MECHANISM, ledger_of
 from tests.support.trainers import trained_in
 
 
-def test_the_curve_ends_at_what_was_spent() -> None:
+def test_the_curve_ends_at_what_was_spent():
     own = replace(MECHANISM, accountant="rdp")
     first = ledger_of(30, own)
     both = ledger_of(10, replace(own, noise_multiplier=2.0), continues=first)
@@ -24,12 +23,10 @@ def test_the_curve_ends_at_what_was_spent() -> None:
     assert epsilons[steps.index(30)] == pytest.approx(first.epsilon())
 
 
-def test_a_run_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_drawn(tmp_path, monkeypatch, capsys):
     trainer = trained_in(tmp_path, accountant="rdp", logging_steps=1, max_steps=6)
     assert [line["step"] for line in logged(tmp_path) if "noise" in line] == [1, 2, 3, 4, 5, 6]
-    drawn: list[str] = []
+    drawn = []
     line = report._line
     monkeypatch.setattr(
         report, "_line", lambda *args, **style: (drawn.append(args[2]), line(*args, **style))

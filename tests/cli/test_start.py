@@ -19,7 +19,7 @@ OF_A_TRAINER = {"dp_grape_hf", "prv_accountant", "scipy", "tqdm"}
 CALIBRATE = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 
 
-def modules_after(code: str) -> set[str]:
+def modules_after(code):
     """The modules that a new interpreter has loaded after the code."""
     report = "import json, sys; sys.stderr.write('\\n' + json.dumps(sorted(sys.modules)))"
     program = f"{code}\n{report}"
@@ -30,7 +30,7 @@ def modules_after(code: str) -> set[str]:
     return set(json.loads(result.stderr.splitlines()[-1]))
 
 
-def of_commands(*commands: str) -> str:
+def of_commands(*commands):
     """Code that runs commands one after the other."""
     return f"""
 from dp_grape_hf.cli.main import main
@@ -43,11 +43,11 @@ for words in {[command.split() for command in commands]!r}:
 """
 
 
-def packages(modules: set[str]) -> set[str]:
+def packages(modules):
     return {name.partition(".")[0] for name in modules}
 
 
-def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
+def test_nothing_heavy_is_imported_until_it_is_needed():
     names = "dir(dp_grape_hf), dp_grape_hf.__version__, dp_grape_hf.PrivacyError"
     helps = of_commands("--help", *(f"{command} --help" for command in COMMANDS))
     loaded = packages(modules_after(f"import dp_grape_hf\n{names}\n{helps}"))
@@ -56,7 +56,7 @@ def test_nothing_heavy_is_imported_until_it_is_needed() -> None:
 
 
 @pytest.mark.slow
-def test_calibrate_needs_the_accountants_only() -> None:
+def test_calibrate_needs_the_accountants_only():
     code = of_commands(f"{CALIBRATE} --eps 2", f"{CALIBRATE} --noise_multiplier 1")
     loaded = packages(modules_after(code))
     assert "scipy" in loaded
@@ -64,7 +64,7 @@ def test_calibrate_needs_the_accountants_only() -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_adds_nothing_slow_to_that_of_transformers() -> None:
+def test_a_trainer_adds_nothing_slow_to_that_of_transformers():
     theirs = modules_after("from transformers import Trainer")
     ours = modules_after("from dp_grape_hf import DPGrapeTrainer") - theirs
     assert "dp_grape_hf.gradients.layerwise" in ours
@@ -73,7 +73,7 @@ def test_a_trainer_adds_nothing_slow_to_that_of_transformers() -> None:
     assert not {name for name in ours if name.startswith(("torch._dynamo", "torch._inductor"))}
 
 
-def test_every_name_that_is_typed_is_there_and_listed() -> None:
+def test_every_name_that_is_typed_is_there_and_listed():
     with open(dp_grape_hf.__file__, encoding="utf-8") as file:
         tree = ast.parse(file.read())
     typed = {
@@ -89,8 +89,8 @@ def test_every_name_that_is_typed_is_there_and_listed() -> None:
         assert getattr(dp_grape_hf, name) is getattr(sys.modules[lazy[name]], name)
 
 
-def test_a_star_import_brings_exactly_the_public_names() -> None:
-    names: dict[str, object] = {}
+def test_a_star_import_brings_exactly_the_public_names():
+    names = {}
     exec("from dp_grape_hf import *", names)
     assert names.keys() - {"__builtins__"} == set(dp_grape_hf.__all__)
     with pytest.raises(AttributeError, match=r"'dp_grape_hf' has no attribute 'DPGrapeNothing'"):
@@ -98,9 +98,7 @@ def test_a_star_import_brings_exactly_the_public_names() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_gets_its_own_options(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_gets_its_own_options(command, capsys):
     with pytest.raises(SystemExit) as stop:
         main([command, "--help"])
     assert stop.value.code == 0

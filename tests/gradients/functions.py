@@ -1,8 +1,5 @@
 """Modules and losses that are a line long."""
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor, nn
 
 from tests.support.trainers import TinyForSequenceClassification
@@ -11,32 +8,32 @@ from tests.support.trainers import TinyForSequenceClassification
 class Function(nn.Module):
     """Computes a function of itself and its inputs; its parts are layers, or tensors to train."""
 
-    def __init__(self, compute: Callable[..., Any], **parts: Any) -> None:
+    def __init__(self, compute, **parts):
         super().__init__()
         for name, part in parts.items():
             setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
         self.compute = compute
 
-    def forward(self, x: Tensor, *more: Any, **others: Any) -> Any:
+    def forward(self, x, *more, **others):
         return self.compute(self, x, *more, **others)
 
 
-def mean_output(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def mean_output(outputs, labels):
     return outputs.flatten(1).sin().mean(1)
 
 
-def squares(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def squares(outputs, labels):
     return (outputs - 1).square().sum(1)
 
 
 class TinyFunctionForSequenceClassification(TinyForSequenceClassification):
     """The tiny model, whose outputs are a function of itself, its inputs and labels."""
 
-    def __init__(self, compute: Callable[..., dict[str, Tensor]]) -> None:
+    def __init__(self, compute):
         super().__init__()
         self.compute = compute
 
-    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None, id=None):
         return self.compute(self, x, labels)
 
 
@@ -44,5 +41,5 @@ plain = TinyForSequenceClassification.forward
 """The outputs of the tiny model: ``(model, x, labels) -> {"logits": ..., "loss": ...}``."""
 
 
-def cross_entropies(outputs: Any, labels: Tensor) -> Tensor:
+def cross_entropies(outputs, labels):
     return nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")

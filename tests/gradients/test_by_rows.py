@@ -1,11 +1,8 @@
 """Parameters that all samples share as one row (a class token) get a row for each sample."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
@@ -15,12 +12,12 @@ from tests.support.oracles import assert_gradients_equal, single_sample_gradient
 POSITIONS, FEATURES = 5, 6
 
 
-def as_in_vit(m: Any, x: Tensor) -> Tensor:
+def as_in_vit(m, x):
     token = m.token.expand(len(x), -1, -1)
     return torch.cat([token, m.inside(x)], 1) + m.positions
 
 
-def by_broadcast(m: Any, x: Tensor) -> Tensor:
+def by_broadcast(m, x):
     return (m.inside(x) * m.token.square()) + m.positions[:, 1:]
 
 
@@ -43,7 +40,7 @@ UNDER_VMAP = {
 }
 
 
-def gradients_are_exact(compute: Callable[[Any, Tensor], Tensor]) -> LayerwiseEngine:
+def gradients_are_exact(compute):
     """Compares with single samples; returns the engine."""
     torch.manual_seed(0)
     head = nn.Linear(FEATURES, FEATURES)
@@ -65,13 +62,13 @@ def gradients_are_exact(compute: Callable[[Any, Tensor], Tensor]) -> LayerwiseEn
 
 
 @pytest.mark.parametrize("name", BY_ROWS)
-def test_a_row_for_each_sample_has_that_samples_gradient(name: str) -> None:
+def test_a_row_for_each_sample_has_that_samples_gradient(name):
     engine = gradients_are_exact(BY_ROWS[name])
     assert [site.by_rows for site in engine._sites] == [True, False, False]
 
 
 @pytest.mark.parametrize("name", UNDER_VMAP)
-def test_code_that_does_not_keep_rows_apart_runs_under_vmap(name: str) -> None:
+def test_code_that_does_not_keep_rows_apart_runs_under_vmap(name):
     engine = gradients_are_exact(UNDER_VMAP[name])
     assert [(site.path, site.by_rows) for site in engine._sites] == [
         ("own", False),

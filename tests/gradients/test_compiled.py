@@ -1,13 +1,11 @@
 """What ``torch.compile`` makes of a pass is that pass."""
 
 import logging
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,14 +24,14 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tr
 
 
 @pytest.fixture(autouse=True)
-def _without_what_was_compiled_before() -> Iterator[None]:
+def _without_what_was_compiled_before():
     torch._dynamo.reset()
     counters.clear()
     yield
     torch._dynamo.reset()
 
 
-def graphs() -> int:
+def graphs():
     return counters["stats"]["unique_graphs"]
 
 
@@ -49,9 +47,7 @@ def graphs() -> int:
         ),
     ],
 )
-def test_compiled_gradients_equal_those_of_single_samples(
-    name: str, most: int, compilation: Compilation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_gradients_equal_those_of_single_samples(name, most, compilation, monkeypatch):
     """For any number of samples, and after P was redrawn, without being compiled again."""
     monkeypatch.setattr(flat, "MOST", most)
     case = only(name)
@@ -73,7 +69,7 @@ def test_compiled_gradients_equal_those_of_single_samples(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["roberta-classifier", pytest.param("opt", marks=SLOW)])
-def test_gradients_are_exact_after_a_process_group_was_destroyed(name: str) -> None:
+def test_gradients_are_exact_after_a_process_group_was_destroyed(name):
     """The tracer then does not see what takes the place of ``functional.embedding``."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     dist.destroy_process_group()
@@ -88,7 +84,7 @@ def test_gradients_are_exact_after_a_process_group_was_destroyed(name: str) -> N
 
 
 @pytest.mark.slow
-def test_rows_have_the_dropout_that_they_would_have_without() -> None:
+def test_rows_have_the_dropout_that_they_would_have_without():
     case = only("roberta-classifier")
     model = case.model().train()
     inputs, projectors = case.batch(ROWS, case.positions), projectors_for(model, 4)
@@ -108,7 +104,7 @@ def test_rows_have_the_dropout_that_they_would_have_without() -> None:
 
 
 @SLOW
-def test_bfloat16_under_autocast_is_as_exact_as_without() -> None:
+def test_bfloat16_under_autocast_is_as_exact_as_without():
     case = only("roberta-classifier")
     model = case.model()
     inputs, projectors = case.batch(ROWS, case.positions), projectors_for(model, 4)
@@ -121,7 +117,7 @@ def test_bfloat16_under_autocast_is_as_exact_as_without() -> None:
 
 
 @SLOW
-def test_separately_stored_updates_of_16_bit_weights_are_compiled() -> None:
+def test_separately_stored_updates_of_16_bit_weights_are_compiled():
     """With P redrawn and updates that change, without being compiled again."""
     case = only("gpt2")
     model = case.model().bfloat16()
@@ -147,7 +143,7 @@ def test_separately_stored_updates_of_16_bit_weights_are_compiled() -> None:
     assert graphs() == 1
 
 
-def reads_values(m: Any, x: Tensor) -> Tensor:
+def reads_values(m, x):
     hidden = m.table(x)
     return m.layer(hidden if hidden.sum() > 0 else -hidden)
 
@@ -168,9 +164,7 @@ def reads_values(m: Any, x: Tensor) -> Tensor:
         (reads_values, {"layer": nn.Linear(6, 6)}, "Function cannot be compiled"),
     ],
 )
-def test_what_cannot_be_compiled_says_so_and_runs_as_exactly(
-    compute: Any, parts: dict[str, nn.Module], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_be_compiled_says_so_and_runs_as_exactly(compute, parts, reason, caplog):
     model = Function(compute, table=nn.Embedding(7, 6), **parts)
     inputs = {"x": torch.randint(0, 7, (3, 5))}
     engine = LayerwiseEngine(model, mean_output, compilation=TRACED)

@@ -1,12 +1,10 @@
 """The functorch engine: what ``test_engines`` does not ask of both engines alike."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -16,11 +14,11 @@ from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.gradients.definition import vmap_safe
 from tests.gradients.functions import Function, mean_output
 from tests.models.matrix import dense, projectors_for
-from tests.support.models import VOCABULARY, Batch, only
+from tests.support.models import VOCABULARY, only
 from tests.support.oracles import Largest, assert_exact
 
 
-def toy(rest: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> nn.Module:
+def toy(rest, **layers):
     """Returns a linear layer, and then whatever is to be tried."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -28,7 +26,7 @@ def toy(rest: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> nn.Module
     return Function(lambda m, x: rest(m, m.first(x)), first=first, **layers)
 
 
-def positions(batch_size: int = 4) -> Batch:
+def positions(batch_size=4):
     return {"x": torch.randn(batch_size, 5, 6, generator=torch.Generator().manual_seed(0))}
 
 
@@ -36,7 +34,7 @@ check = partial(assert_exact, engine="functorch")
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
+def test_no_vocabulary_matrix_exists_once_per_sample(name):
     vocabulary, batch_size, length = 50 * VOCABULARY, 8, 4
     model = only(name).model(vocab_size=vocabulary)
     engine, batch = make_engine("functorch", model), only(name).batch(batch_size, length)
@@ -47,17 +45,17 @@ def test_no_vocabulary_matrix_exists_once_per_sample(name: str) -> None:
     assert vocabulary * hidden <= largest.numbers < batch_size * vocabulary * hidden / 2
 
 
-def test_dropout_of_attention_alone_differs_between_samples() -> None:
+def test_dropout_of_attention_alone_differs_between_samples():
     model = only("gpt2").model(attn_pdrop=0.5)
     copies = {k: v[:1].repeat(6, *[1] * (v.dim() - 1)) for k, v in only("gpt2").batch(1).items()}
     losses, _ = per_sample_gradients(model, copies, engine="functorch")
     assert losses.unique().numel() == 6
 
 
-def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
+def test_the_gradient_is_that_of_the_dropout_that_was_drawn():
     """With dropout before one linear layer, the drawn mask shows in the layer's gradient."""
 
-    def drop(model: nn.Module, hidden: Tensor) -> Tensor:
+    def drop(model, hidden):
         return model.last(functional.dropout(hidden, 0.5, model.training))
 
     model = toy(drop, last=nn.Linear(8, 1, bias=False))
@@ -79,12 +77,10 @@ def test_the_gradient_is_that_of_the_dropout_that_was_drawn() -> None:
     [((5, 8), False), ((2, 5, 4), True), ((1, 2, 5, 4), True), ((3, 2, 5, 4), False)],
     ids=str,
 )
-def test_attention_never_mixes_samples_whatever_the_dimensions(
-    shape: tuple[int, ...], masked: bool
-) -> None:
+def test_attention_never_mixes_samples_whatever_the_dimensions(shape, masked):
     mask = torch.ones(5, 5, dtype=torch.bool).tril(1)
 
-    def attend(model: nn.Module, hidden: Tensor) -> Tensor:
+    def attend(model, hidden):
         """Sees one sample, (1, 5, 8), under either way to compute."""
         assert len(hidden) == 1
         count = torch.Size(shape).numel()
@@ -97,7 +93,7 @@ def test_attention_never_mixes_samples_whatever_the_dimensions(
     check(toy(attend), positions(), loss=mean_output)
 
 
-def holding() -> nn.Module:
+def holding():
     """Holds a reference to a weight, as an LSTM's list of flat weights, which is not replaced."""
     layer = nn.Linear(8, 8)
     held = [layer.weight]
@@ -117,23 +113,23 @@ def holding() -> nn.Module:
     ],
     ids=["a held weight", "an unused weight", "a branch", "a pass that is repeated outside"],
 )
-def test_what_vmap_cannot_run_or_replace_is_refused(model: nn.Module, message: str) -> None:
+def test_what_vmap_cannot_run_or_replace_is_refused(model, message):
     with pytest.raises(UnsupportedModelError, match=message):
         per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
-def test_checkpointing_of_transformers_models_makes_no_difference() -> None:
+def test_checkpointing_of_transformers_models_makes_no_difference():
     model = only("llama").model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     check(model, only("llama").batch(3), projectors_for(model, 8))
 
 
-def under_vmap(tensor: Tensor) -> bool:
+def under_vmap(tensor):
     return torch._C._functorch.is_batchedtensor(tensor)
 
 
-def large(hidden: Tensor) -> Tensor:
+def large(hidden):
     """Is 1 for the second sample of ``positions()`` and 0 for the first."""
     return (hidden.square().sum() > 22.5).float()
 
@@ -148,9 +144,7 @@ def large(hidden: Tensor) -> Tensor:
     ],
     ids=["loss", "loss of the second sample", "NaN", "gradients"],
 )
-def test_a_model_that_computes_something_else_under_vmap_is_refused(
-    change: Callable[[Tensor], Tensor], what: str
-) -> None:
+def test_a_model_that_computes_something_else_under_vmap_is_refused(change, what):
     model = toy(lambda m, h: m.last(change(h) if under_vmap(h) else h), last=nn.Linear(8, 8))
     projectors, inputs = projectors_for(model, 2), positions()
     assert [large(model.first(x)).item() for x in inputs["x"][:2]] == [0, 1]
@@ -160,17 +154,17 @@ def test_a_model_that_computes_something_else_under_vmap_is_refused(
         )
 
 
-def count_in_place(model: nn.Module, hidden: Tensor) -> Tensor:
+def count_in_place(model, hidden):
     model.seen.add_(hidden.detach().mean((0, 1)))
     return hidden
 
 
-def count_anew(model: nn.Module, hidden: Tensor) -> Tensor:
+def count_anew(model, hidden):
     model.seen = hidden.detach().mean((0, 1))
     return hidden
 
 
-def refuse_itself(model: nn.Module, hidden: Tensor) -> Tensor:
+def refuse_itself(model, hidden):
     if under_vmap(hidden):
         raise TypeError("an unknown tensor")
     return hidden
@@ -186,9 +180,7 @@ def refuse_itself(model: nn.Module, hidden: Tensor) -> Tensor:
     ],
     ids=["buffer changed in place", "buffer kept", "list of values", "own error"],
 )
-def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
-    rest: Callable[[nn.Module, Tensor], Tensor], cause: type[Exception] | None
-) -> None:
+def test_an_error_that_vmap_alone_brings_about_is_a_refusal(rest, cause):
     model = toy(rest)
     model.register_buffer("seen", torch.zeros(8), persistent=False)
     model(**positions())  # all is well without vmap
@@ -197,7 +189,7 @@ def test_an_error_that_vmap_alone_brings_about_is_a_refusal(
     assert isinstance(refusal.value.__cause__, cause or type(None))
 
 
-def owner(rest: Callable[[Any, Tensor], Tensor]) -> nn.Module:
+def owner(rest):
     """A module without a rule that does something to what it is given."""
     module = Function(lambda m, hidden: rest(m, hidden * m.weight), weight=torch.ones(8))
     module.register_buffer("seen", torch.zeros(8), persistent=False)
@@ -205,9 +197,7 @@ def owner(rest: Callable[[Any, Tensor], Tensor]) -> nn.Module:
 
 
 @pytest.mark.parametrize("rest", [count_in_place, count_anew])
-def test_a_module_whose_buffer_keeps_a_sample_is_refused(
-    rest: Callable[[nn.Module, Tensor], Tensor],
-) -> None:
+def test_a_module_whose_buffer_keeps_a_sample_is_refused(rest):
     reads = owner(lambda m, h: rest(m, h) * len(h.mean((0, 2)).tolist()))
     model = toy(lambda m, h: m.owner(h), owner=reads)
     with pytest.raises(
@@ -216,8 +206,8 @@ def test_a_module_whose_buffer_keeps_a_sample_is_refused(
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_a_sample_that_fails_alone_is_refused_with_the_error() -> None:
-    def fail(_: nn.Module, hidden: Tensor) -> Tensor:
+def test_a_sample_that_fails_alone_is_refused_with_the_error():
+    def fail(_, hidden):
         if len(hidden) == 1:
             raise ValueError("one is too few")
         return hidden
@@ -227,7 +217,7 @@ def test_a_sample_that_fails_alone_is_refused_with_the_error() -> None:
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_the_layerwise_engine_refuses_a_module_given_the_batch_size() -> None:
+def test_the_layerwise_engine_refuses_a_module_given_the_batch_size():
     start = Function(lambda m, h, size: m.start.expand(size, 5, 8), start=torch.ones(5, 8))
     model = toy(lambda m, h: h + m.beginning(h, len(h)), beginning=start)
     check(model, positions(), loss=mean_output)
@@ -235,8 +225,8 @@ def test_the_layerwise_engine_refuses_a_module_given_the_batch_size() -> None:
         per_sample_gradients(model, positions(), loss=mean_output)
 
 
-def test_an_error_on_bad_data_stays_what_it_is() -> None:
-    def rest(model: nn.Module, hidden: Tensor) -> Tensor:
+def test_an_error_on_bad_data_stays_what_it_is():
+    def rest(model, hidden):
         if hidden.shape[1] > 5:
             raise ValueError("too long")
         return hidden
@@ -248,8 +238,8 @@ def test_an_error_on_bad_data_stays_what_it_is() -> None:
     assert type(error.value) is ValueError
 
 
-def test_attention_keeps_its_name_and_masks_are_put_back() -> None:
-    def mask(*args: Any, **kwargs: Any) -> None:
+def test_attention_keeps_its_name_and_masks_are_put_back():
+    def mask(*args, **kwargs):
         return None
 
     model = only("bert-classifier").model()

@@ -1,8 +1,5 @@
 """Both engines against the definition: each sample alone, through ordinary autograd."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -13,19 +10,19 @@ from dp_grape_hf.gradients.rows import batch_size_of
 from tests.gradients.functions import mean_output
 from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
-from tests.support.models import HEADS, TYPICAL, Case, only, texts
+from tests.support.models import HEADS, TYPICAL, only, texts
 from tests.support.oracles import assert_exact
 from tests.support.trainers import examples_of, make_trainer
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)
 
 
-def toy(layer: nn.Module | None = None) -> nn.Module:
+def toy(layer=None):
     return nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.Tanh(), layer or nn.Identity()))
 
 
 @pytest.mark.parametrize("case", slow_but(("bert-classifier", "gpt2"), TYPICAL))
-def test_gradients_are_exact_where_the_batch_size_equals_another_dimension(case: Case) -> None:
+def test_gradients_are_exact_where_the_batch_size_equals_another_dimension(case):
     model = case.model()
     for batch_size in {1, HEADS, case.positions}:
         assert_exact(model, case.batch(batch_size, case.positions), projectors_for(model, 8))
@@ -33,12 +30,12 @@ def test_gradients_are_exact_where_the_batch_size_equals_another_dimension(case:
 
 @each_engine
 @pytest.mark.parametrize("case", slow_but(("gpt2",), TYPICAL))
-def test_the_model_and_the_random_state_are_as_before(case: Case, engine: str) -> None:
+def test_the_model_and_the_random_state_are_as_before(case, engine):
     model = case.model()
     model.get_submodule(next(n for n, _ in model.named_modules() if n.count(".") == 1)).eval()
     next(model.parameters()).requires_grad_(False)
 
-    def state() -> dict[str, Any]:
+    def state():
         return {
             "attributes": {n: sorted(vars(m)) for n, m in model.named_modules()},
             "training": {n: m.training for n, m in model.named_modules()},
@@ -57,7 +54,7 @@ def test_the_model_and_the_random_state_are_as_before(case: Case, engine: str) -
 
 
 @each_engine
-def test_the_result_holds_no_graph(engine: str) -> None:
+def test_the_result_holds_no_graph(engine):
     losses, gradients = per_sample_gradients(
         only("opt").model(), only("opt").batch(3), engine=engine
     )
@@ -75,9 +72,7 @@ def test_the_result_holds_no_graph(engine: str) -> None:
         (nn.Embedding(5, 4, scale_grad_by_freq=True), r"1\.1: Embedding.*scale_grad_by_freq"),
     ],
 )
-def test_a_layer_that_mixes_samples_is_refused_with_its_path(
-    layer: nn.Module, message: str
-) -> None:
+def test_a_layer_that_mixes_samples_is_refused_with_its_path(layer, message):
     with pytest.raises(UnsupportedModelError, match=message):
         make_engine("layerwise", toy(layer), mean_output)
 
@@ -92,26 +87,26 @@ def test_a_layer_that_mixes_samples_is_refused_with_its_path(
         (lambda outputs: 0.5, "float"),
     ],
 )
-def test_a_loss_must_have_one_number_per_sample(engine: str, loss: Any, kind: str) -> None:
+def test_a_loss_must_have_one_number_per_sample(engine, loss, kind):
     inputs = {"input": torch.randn(3, 6)}
     with pytest.raises(PrivacyError, match=f"The loss is a {kind}.*one loss per sample"):
         per_sample_gradients(toy(), inputs, engine=engine, loss=lambda outputs, _: loss(outputs))
 
 
 @each_engine
-def test_inputs_that_disagree_on_the_batch_size_are_refused(engine: str) -> None:
+def test_inputs_that_disagree_on_the_batch_size_are_refused(engine):
     inputs = texts(4, target="class")
     inputs["attention_mask"] = inputs["attention_mask"][:1]
     with pytest.raises(PrivacyError, match=r"'attention_mask' and 'input_ids' have other leading"):
         per_sample_gradients(only("roberta-classifier").model(), inputs, engine=engine)
 
 
-def test_an_unknown_engine_is_refused_with_the_known_ones() -> None:
+def test_an_unknown_engine_is_refused_with_the_known_ones():
     with pytest.raises(PrivacyError, match=r"engine='hooks' does not.*functorch, layerwise"):
         make_engine("hooks", toy(), mean_output)
 
 
-def test_flex_attention_is_refused_before_the_model_runs(tmp_path: Path) -> None:
+def test_flex_attention_is_refused_before_the_model_runs(tmp_path):
     """Its first run is compiled, for a minute."""
     model = only("llama").model(attn_implementation="flex_attention")
     model.register_forward_pre_hook(lambda *given: pytest.fail("the model ran"))
@@ -121,7 +116,7 @@ def test_flex_attention_is_refused_before_the_model_runs(tmp_path: Path) -> None
     make_engine("layerwise", model)
 
 
-def test_concatenated_patches_of_images_are_refused_with_the_remedy() -> None:
+def test_concatenated_patches_of_images_are_refused_with_the_remedy():
     batch = {"input_ids": torch.zeros(2, 5), "pixel_values": torch.zeros(32, 6)}
     with pytest.raises(PrivacyError) as plain:
         batch_size_of(batch)

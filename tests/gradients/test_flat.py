@@ -1,7 +1,5 @@
 """Who has which part of the vector, and that parts come together as they should."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -28,19 +26,19 @@ PROJECTORS = {
 
 
 @pytest.fixture
-def layout() -> Layout:
+def layout():
     return Layout(WEIGHTS, PROJECTORS, ["table"])
 
 
-def test_what_is_large_and_not_projected_stays_outside(layout: Layout) -> None:
+def test_what_is_large_and_not_projected_stays_outside(layout):
     assert [*layout.places] == ["left.weight", "right.weight", "right.bias", "number"]
     assert layout.size == 2 * 9 + 9 * 2 + 9 + 1
     assert "wide" not in Layout(WEIGHTS, {})
     assert "table" in Layout(WEIGHTS, PROJECTORS)  # a matrix like others: a row each is enough
 
 
-def test_neighbours_with_one_key_are_one_part(layout: Layout) -> None:
-    def factor(name: str) -> Any:
+def test_neighbours_with_one_key_are_one_part(layout):
+    def factor(name):
         return 2.0 if name.startswith("right") else 1.0
 
     flat = torch.randn(B, layout.size)

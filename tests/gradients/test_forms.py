@@ -4,14 +4,13 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
-from dp_grape_hf.gradients import Dense, PerSampleGradient
-from dp_grape_hf.gradients.forms import Factored, GradientSum, Single, SparseRows, add
+from dp_grape_hf.gradients import Dense
+from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows, add
 from tests.support.gradients import COLS, FORMS, ROWS, B, factored, materialised
 
 
-def check(gradient: PerSampleGradient, expected: Tensor) -> None:
+def check(gradient, expected):
     factors = torch.rand(len(expected))
     norm, total = gradient.squared_norm(), gradient.weighted_sum(factors)
     assert norm.dtype is total.dtype is torch.float32
@@ -33,9 +32,7 @@ each_combination = pytest.mark.parametrize("names", COMBINATIONS, ids=" + ".join
 
 @each_combination
 @each_dtype
-def test_norm_and_sum_equal_the_dense_gradients_in_float32(
-    names: tuple[str, ...], dtype: torch.dtype
-) -> None:
+def test_norm_and_sum_equal_the_dense_gradients_in_float32(names, dtype):
     parts = [FORMS[name](dtype=dtype) for name in names]
     check(add(parts), torch.stack([materialised(part) for part in parts]).sum(0))
     for part in parts:
@@ -43,7 +40,7 @@ def test_norm_and_sum_equal_the_dense_gradients_in_float32(
 
 
 @each_combination
-def test_products_with_vectors_are_those_of_the_dense_gradients(names: tuple[str, ...]) -> None:
+def test_products_with_vectors_are_those_of_the_dense_gradients(names):
     gradient = add([FORMS[name]() for name in names])
     dense = materialised(gradient)
     left, right = torch.randn(3, dense.shape[1]), torch.randn(3, dense.shape[2])
@@ -53,15 +50,15 @@ def test_products_with_vectors_are_those_of_the_dense_gradients(names: tuple[str
 
 
 @each_combination
-def test_selected_samples_keep_their_gradients(names: tuple[str, ...]) -> None:
+def test_selected_samples_keep_their_gradients(names):
     gradient = add([FORMS[name]() for name in names])
     samples = torch.tensor([2, 0, 2])
     check(gradient.select(samples), materialised(gradient)[samples])
 
 
 @each_combination
-def test_add_merges_uses_of_one_form_and_changes_no_value(names: tuple[str, ...]) -> None:
-    uses: list[Single] = [FORMS[name](positions=i + 2) for i, name in enumerate(names)]
+def test_add_merges_uses_of_one_form_and_changes_no_value(names):
+    uses = [FORMS[name](positions=i + 2) for i, name in enumerate(names)]
     total = add(uses)
     assert isinstance(total, Dense) == ("dense" in names)
     assert isinstance(total, GradientSum) == ({*names} == {"factored", "sparse rows"})
@@ -69,7 +66,7 @@ def test_add_merges_uses_of_one_form_and_changes_no_value(names: tuple[str, ...]
 
 
 @each_form
-def test_gradients_that_cancel_have_a_norm_near_zero_never_negative(form: str) -> None:
+def test_gradients_that_cancel_have_a_norm_near_zero_never_negative(form):
     gradient = FORMS[form](dtype=torch.float32)
     minus = {
         "dense": lambda g: Dense(-g.values),
@@ -82,7 +79,7 @@ def test_gradients_that_cancel_have_a_norm_near_zero_never_negative(form: str) -
     assert (norm <= 1e-4 * scale).all()
 
 
-def test_a_dense_gradient_may_have_any_number_of_dimensions() -> None:
+def test_a_dense_gradient_may_have_any_number_of_dimensions():
     values = torch.randn(B, 2, 3, 4, 5)
     gradient = Dense(values)
     torch.testing.assert_close(gradient.squared_norm(), values.square().sum((1, 2, 3, 4)))
@@ -90,7 +87,7 @@ def test_a_dense_gradient_may_have_any_number_of_dimensions() -> None:
 
 
 @pytest.mark.parametrize("positions", [1, 2, 3, 4, 5, 50])
-def test_the_cheapest_form_has_the_same_gradient_and_fewest_numbers(positions: int) -> None:
+def test_the_cheapest_form_has_the_same_gradient_and_fewest_numbers(positions):
     gradient = factored(positions)
     cheapest = gradient.cheapest()
     check(cheapest, materialised(gradient))
@@ -98,7 +95,7 @@ def test_the_cheapest_form_has_the_same_gradient_and_fewest_numbers(positions: i
     assert numbers[type(cheapest)] == min(numbers.values())
 
 
-def test_large_half_precision_values_do_not_overflow_norms_or_sums() -> None:
+def test_large_half_precision_values_do_not_overflow_norms_or_sums():
     big = torch.full((B, 3, ROWS), 300.0, dtype=torch.float16)
     cols = torch.full((B, 3, COLS), 300.0, dtype=torch.float16)
     for gradient in (

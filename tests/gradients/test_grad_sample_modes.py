@@ -3,22 +3,11 @@
 Shapes: B samples in a batch.
 """
 
-from collections.abc import Mapping
-
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import (
-    ENGINES,
-    Dense,
-    Gradients,
-    GradSampleMode,
-    PerSampleEngine,
-    flat as layouts,
-    make_engine,
-)
+from dp_grape_hf.gradients import ENGINES, Dense, GradSampleMode, flat as layouts, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 from dp_grape_hf.mechanism import clipping
 from dp_grape_hf.projections import Projector, Side
@@ -31,12 +20,7 @@ from tests.support.oracles import assert_gradients_equal, relative_error, single
 each_mode = pytest.mark.parametrize("mode", GradSampleMode)
 
 
-def released(
-    per_sample: PerSampleEngine,
-    batches: list[dict[str, Tensor]],
-    projectors: Mapping[str, Projector] | None = None,
-    bound: float = 0.5,
-) -> dict[str, Tensor]:
+def released(per_sample, batches, projectors=None, bound=0.5):
     """Returns the clipped sum of a logical batch, with no noise."""
     return mechanism.released(make_private(per_sample, max_grad_norm=bound), batches, projectors)
 
@@ -44,7 +28,7 @@ def released(
 @pytest.mark.parametrize(
     ("name", "rank"), [*((name, 4) for name in MODELS), ("stack", None), ("under vmap", None)]
 )
-def test_every_mode_releases_what_the_definition_says(name: str, rank: int | None) -> None:
+def test_every_mode_releases_what_the_definition_says(name, rank):
     """Half of the samples are clipped; the batch is split, unevenly, into physical batches."""
     torch.manual_seed(0)
     model, inputs, loss = MODELS[name]()
@@ -66,9 +50,7 @@ def test_every_mode_releases_what_the_definition_says(name: str, rank: int | Non
 
 @each_mode
 @pytest.mark.parametrize("waits", [False, True])  # a GPU would have to be waited for
-def test_a_sample_that_is_not_finite_contributes_exactly_zero(
-    mode: str, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sample_that_is_not_finite_contributes_exactly_zero(mode, waits, monkeypatch):
     if waits:
         monkeypatch.setattr(clipping, "_SYNCHRONOUS", set[str]())
     model, inputs, _ = MODELS["vit"]()
@@ -86,12 +68,12 @@ class InEvaluation(Twice):
     leaves_out = False
 
     @property
-    def times(self) -> int:  # type: ignore[override]
+    def times(self):
         return int(not (self.training and self.leaves_out))
 
 
 @each_mode
-def test_layers_that_a_later_pass_leaves_out_get_zero(mode: str) -> None:
+def test_layers_that_a_later_pass_leaves_out_get_zero(mode):
     model = InEvaluation()
     projectors = {"layer.weight": Projector(torch.randn(4, 2), Side.RIGHT)}
     per_sample = make_engine("layerwise", model, total, mode)
@@ -103,7 +85,7 @@ def test_layers_that_a_later_pass_leaves_out_get_zero(mode: str) -> None:
     assert found["layer.weight"].shape == (4, 2)
 
 
-def forms(gradients: Gradients) -> dict[str, set[type]]:
+def forms(gradients):
     return {
         name: {type(part) for part in getattr(gradient, "parts", (gradient,))}
         for name, gradient in gradients.items()
@@ -113,9 +95,7 @@ def forms(gradients: Gradients) -> dict[str, set[type]]:
 @each_mode
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["stack", "under vmap"])
-def test_gradients_have_the_form_of_their_mode(
-    name: str, engine: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_have_the_form_of_their_mode(name, engine, mode, monkeypatch):
     monkeypatch.setattr(layouts, "MOST", 0)  # no matrix and no table is in the vector
     torch.manual_seed(0)
     model, inputs, loss = MODELS[name]()
@@ -132,7 +112,7 @@ def test_gradients_have_the_form_of_their_mode(
         assert {name: found[name] for name in expected} == expected
 
 
-def test_an_unknown_mode_is_refused_with_the_modes() -> None:
+def test_an_unknown_mode_is_refused_with_the_modes():
     model, _, loss = MODELS["stack"]()
     for engine in ENGINES:
         with pytest.raises(PrivacyError, match=r"grad_sample_mode='ghost'.*: auto, materialise"):

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -27,23 +26,23 @@ from tests.support.oracles import assert_exact, assert_gradients_equal, single_s
 B, T = 4, 3
 
 
-def floats(*shape: int) -> Callable[[int], Tensor]:
+def floats(*shape):
     return lambda batch_size: torch.randn(batch_size, *shape)
 
 
-def indices(*shape: int, below: int = 5) -> Callable[[int], Tensor]:
+def indices(*shape, below=5):
     return lambda batch_size: torch.randint(0, below, (batch_size, *shape))
 
 
 class CentredRMSNorm(nn.Module):
     """Takes the mean away first."""
 
-    def __init__(self, width: int, weight: float = 1.0, variance_epsilon: float = 1e-6) -> None:
+    def __init__(self, width, weight=1.0, variance_epsilon=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.full((width,), weight))
         self.variance_epsilon = variance_epsilon
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x - x.mean(-1, keepdim=True)
         return (
             x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon) * self.weight
@@ -53,22 +52,22 @@ class CentredRMSNorm(nn.Module):
 class OutsideRMSNorm(CentredRMSNorm):
     """Adds its epsilon to the root, which only small inputs feel."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon) * self.weight
 
 
 class GatedRMSNorm(CentredRMSNorm):
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward(self, x, gate):
         return super().forward(x * gate.sigmoid())
 
 
 class CallsGated(GatedRMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return GatedRMSNorm.forward(self, x, gate=x)
 
 
 class ScaledLinear(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * self.weight.sum()
 
 
@@ -77,7 +76,7 @@ class RenamedLinear(nn.Linear):
 
 
 class CountingEmbedding(nn.Embedding):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(x) * super().forward(4 - x)
 
 
@@ -94,7 +93,7 @@ class Row:
     closed: bool = True
     flattened: bool = False  # the layer sees (B * T, ...)
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
@@ -174,7 +173,7 @@ each_row = pytest.mark.parametrize("row", ROWS, ids=str)
 
 
 class Wrapped(nn.Module):
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row):
         super().__init__()
         self.layer, self.flattened = row.layer(), row.flattened
         with torch.no_grad():
@@ -182,13 +181,13 @@ class Wrapped(nn.Module):
                 if "zero" not in row.name:
                     parameter.add_(torch.randn_like(parameter))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         if not self.flattened:
             return self.layer(x)
         return self.layer(x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
-def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def loss(outputs, labels):
     return outputs.reshape(outputs.shape[0], -1).sin().sum(1)
 
 
@@ -198,7 +197,7 @@ check = partial(assert_exact, loss=loss)
 @each_row
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
-def test_a_layers_gradients_equal_those_of_single_samples(row: Row, engine: str) -> None:
+def test_a_layers_gradients_equal_those_of_single_samples(row, engine):
     """By a closed form where it is exact; none belongs to a layer without a rule that applies."""
     model = Wrapped(row)
     assert (rule_for(model.layer) is not None) == row.closed
@@ -215,7 +214,7 @@ def test_a_layers_gradients_equal_those_of_single_samples(row: Row, engine: str)
         check(model, {"x": row.inputs(B)}, projectors, engine=engine)
 
 
-def test_every_rule_has_a_row() -> None:
+def test_every_rule_has_a_row():
     covered = {type(row.layer()) for row in ROWS if row.closed}
     missing = {layer_type.__name__ for layer_type in RULES.keys() - covered}
     assert not missing, f"add a row to ROWS for {missing}"
@@ -223,7 +222,7 @@ def test_every_rule_has_a_row() -> None:
 
 @each_row
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row: Row, engine: str) -> None:
+def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row, engine):
     model = Wrapped(row)
     names = [name for name, _ in model.named_parameters()]
     for frozen in names if len(names) > 1 else []:
@@ -236,17 +235,17 @@ def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row: Row, engine: str) -
 
 
 @pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])
-def test_an_rms_norm_in_half_precision_keeps_its_closed_form(layer_type: type[nn.Module]) -> None:
+def test_an_rms_norm_in_half_precision_keeps_its_closed_form(layer_type):
     for dtype in (torch.bfloat16, torch.float16):
         assert rule_for(layer_type(64).to(dtype)) is RULES[nn.RMSNorm]
 
 
 @pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, T5LayerNorm])
-def test_the_output_of_rms_norm_has_its_modules_dtype(layer_type: Any) -> None:
+def test_the_output_of_rms_norm_has_its_modules_dtype(layer_type):
     """Under autocast the input has 16 bits, and the weight 32."""
-    dtypes: list[torch.dtype] = []
+    dtypes = []
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         dtypes.append((hidden := m.norm(m.layer(x))).dtype)
         return hidden.float()
 
@@ -261,11 +260,11 @@ def test_the_output_of_rms_norm_has_its_modules_dtype(layer_type: Any) -> None:
 class Scaled(LlamaRMSNorm):
     """Takes more than the input, but not always."""
 
-    def forward(self, hidden_states: Tensor, times: float = 1.0) -> Tensor:
+    def forward(self, hidden_states, times=1.0):
         return times * super().forward(hidden_states)
 
 
-def test_rms_norm_with_further_inputs_runs_without_its_rule() -> None:
+def test_rms_norm_with_further_inputs_runs_without_its_rule():
     model = Function(lambda m, x: m.norm(x, 3.0), norm=Scaled(6))
     inputs = {"x": torch.randn(B, T, 6)}
     gradients = per_sample_gradients(model, inputs, loss=mean_output)[1]
@@ -273,7 +272,7 @@ def test_rms_norm_with_further_inputs_runs_without_its_rule() -> None:
     assert_gradients_equal(gradients, expected)
 
 
-def test_a_layer_that_looks_like_another_has_no_rule() -> None:
+def test_a_layer_that_looks_like_another_has_no_rule():
     no_epsilon, scaled = LlamaRMSNorm(6), nn.Linear(6, 4)
     del no_epsilon.variance_epsilon
     scaled.scale = nn.Parameter(torch.randn(4))
@@ -282,20 +281,20 @@ def test_a_layer_that_looks_like_another_has_no_rule() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
-def test_the_parameters_behind_a_reparametrised_weight_have_exact_gradients() -> None:
+def test_the_parameters_behind_a_reparametrised_weight_have_exact_gradients():
     model = nn.Sequential(parametrizations.weight_norm(nn.Linear(6, 4)))
     gradients = check(model, {"input": torch.randn(B, 6)})
     assert set(gradients) == {name for name, _ in model.named_parameters()}
 
 
-def test_a_layer_type_has_one_rule() -> None:
+def test_a_layer_type_has_one_rule():
     before = dict(RULES)
     with pytest.raises(ValueError, match="Linear has a rule already"):
         layer_rule(nn.Linear)(LayerRule)
     assert before == RULES
 
 
-def test_a_table_is_never_materialised_for_each_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_never_materialised_for_each_sample(monkeypatch):
     monkeypatch.setattr(flat, "MOST", 50 * 2 - 1)
     model = Wrapped(Row("", lambda: nn.Embedding(50, 4), indices(T)))
     x = torch.randint(0, 50, (B, T))
@@ -306,17 +305,17 @@ def test_a_table_is_never_materialised_for_each_sample(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("side", "kept"), [(Side.RIGHT, 2 + 1), (Side.LEFT, 16)])  # 1: of bias
-def test_only_the_projected_input_survives_the_forward_pass(side: Side, kept: int) -> None:
+def test_only_the_projected_input_survives_the_forward_pass(side, kept):
     model = Wrapped(Row("", lambda: nn.Linear(16, 16), floats(T, 16)))
     model(torch.randn(B, T, 16))
     projectors = {"layer.weight": Projector(torch.randn(16, 2), side)}
-    saved: list[Any] = []
+    saved = []
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         saved.append(tuple(tensor.shape))
         return tensor
 
-    def linear(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    def linear(outputs, labels):
         return outputs.flatten(1).sum(1)  # saves nothing itself
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

@@ -2,11 +2,10 @@
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -31,7 +30,7 @@ WIDTH = 6
 check = partial(assert_exact, loss=mean_output)
 
 
-def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
+def tokens(batch_size, positions=5):
     return {"x": torch.randint(0, 7, (batch_size, positions))}
 
 
@@ -39,7 +38,7 @@ def tokens(batch_size: int, positions: int = 5) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_gradients_are_exact_under_gradient_checkpointing(name: str) -> None:
+def test_gradients_are_exact_under_gradient_checkpointing(name):
     """Where a table is looked up once for all samples, and where none is."""
     case = only(name)
     model, inputs = case.model(use_cache=False), case.batch(4, case.positions)
@@ -59,17 +58,17 @@ def test_gradients_are_exact_under_gradient_checkpointing(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient() -> None:
+def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient():
     model, inputs = only("gpt2").model(use_cache=False), only("gpt2").batch(2)
     model.activation_checkpointing_enable({"use_reentrant": True})
     with pytest.raises((RuntimeError, UnsupportedModelError), match=r"use_reentrant|requires_grad"):
         per_sample_gradients(model, inputs)
 
 
-def test_a_checkpointed_block_may_run_twice() -> None:
+def test_a_checkpointed_block_may_run_twice():
     """Also in evaluation mode."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden = m.table(x)
         for _ in range(2):
             hidden = checkpoint(m.block, hidden, use_reentrant=False)
@@ -83,19 +82,19 @@ def test_a_checkpointed_block_may_run_twice() -> None:
 # ---- Shapes that lie ----
 
 
-def flattened(m: Any, x: Tensor) -> Tensor:
+def flattened(m, x):
     """Its middle layers see (B, T) as one dimension, as in OPT's feed-forward."""
     hidden = m.table(x.flatten()).tanh()  # (B * T, WIDTH)
     return m.down(m.up(m.norm(hidden)).relu()).view(*x.shape, WIDTH)
 
 
-def flattening(compute: Any = flattened) -> nn.Module:
+def flattening(compute=flattened):
     layers = {"up": nn.Linear(WIDTH, 8), "down": nn.Linear(8, WIDTH), "norm": nn.LayerNorm(WIDTH)}
     return Function(compute, table=nn.Embedding(7, WIDTH), **layers)
 
 
-def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
-    def attend(m: Any, x: Tensor) -> Tensor:
+def test_a_relative_position_table_is_refused_for_a_single_position():
+    def attend(m, x):
         """Adds a table of (T, T) scores to each sample's own scores, and leaves out the softmax."""
         places = torch.arange(x.shape[1])
         scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)  # (T, T)
@@ -107,10 +106,10 @@ def test_a_relative_position_table_is_refused_for_a_single_position() -> None:
         per_sample_gradients(model, tokens(3, 1), loss=mean_output)
 
 
-def shared() -> nn.Module:
+def shared():
     """One layer run twice, and one table that is looked up, multiplied by, and looked up again."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden = m.table(x) + m.again(x[:, :1])
         hidden = m.twice(m.twice(hidden).tanh()).tanh()
         return torch.cat([m.head(hidden[:, :2]), m.small(hidden)], 1)
@@ -123,9 +122,7 @@ def shared() -> nn.Module:
 
 
 @pytest.mark.parametrize("positions", [2, 5])
-def test_uses_of_one_weight_in_different_forms_add_up(
-    positions: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_of_one_weight_in_different_forms_add_up(positions, monkeypatch):
     check(shared(), tokens(4, positions))
     monkeypatch.setattr(flat, "MOST", 0)
     gradients = check(shared(), tokens(4, positions))
@@ -135,18 +132,16 @@ def test_uses_of_one_weight_in_different_forms_add_up(
 # ---- Modules without a rule ----
 
 
-def gate(
-    m: Any, hidden: Tensor, power: int, *, table: Tensor, name: str = "none", half: Any = None
-) -> tuple[Tensor, str, dict[str, Tensor]]:
+def gate(m, hidden, power, *, table, name="none", half=None):
     """Owns parameters itself and a child; takes keywords and constants; returns several things."""
     mixed = m.child(hidden) * (hidden * m.scale + table).sigmoid() ** power
     return mixed, name, {"logits": mixed @ m.matrix.T, "table": table}
 
 
-def gated(flattened: bool = False, compute: Any = gate) -> nn.Module:
+def gated(flattened=False, compute=gate):
     """Hands its gate a tensor for each sample and a constant one, as long as the batch may be."""
 
-    def outer(m: Any, x: Tensor) -> Tensor:
+    def outer(m, x):
         hidden, constant = m.table(x), torch.linspace(0, 1, 5 * WIDTH).view(5, WIDTH)
         if flattened:
             hidden, constant = hidden.flatten(0, 1), constant[0]
@@ -163,16 +158,16 @@ class Unvectorised(torch.autograd.Function):
     """The identity, written as vmap cannot run it."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         return grad
 
 
-def looping(flattened: bool = False, drops: bool = False) -> nn.Module:
-    def compute(m: Any, hidden: Tensor, *more: Any, **others: Any) -> Any:
+def looping(flattened=False, drops=False):
+    def compute(m, hidden, *more, **others):
         x = Unvectorised.apply(hidden.add_(1))
         if drops:
             x = functional.dropout(x, 0.5, m.training)
@@ -184,9 +179,7 @@ def looping(flattened: bool = False, drops: bool = False) -> nn.Module:
 @pytest.mark.parametrize("make", [gated, looping], ids=["under vmap", "one by one"])
 @pytest.mark.parametrize("flattened", [False, True])
 @pytest.mark.parametrize(("batch_size", "projected"), [(1, False), (3, False), (5, True)])
-def test_a_module_with_parameters_of_its_own_is_exact(
-    make: Any, batch_size: int, flattened: bool, projected: bool
-) -> None:
+def test_a_module_with_parameters_of_its_own_is_exact(make, batch_size, flattened, projected):
     projectors = {
         "gate.child.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT),
         "gate.matrix": Projector(torch.randn(3, 1), Side.LEFT),
@@ -194,9 +187,7 @@ def test_a_module_with_parameters_of_its_own_is_exact(
     check(make(flattened), tokens(batch_size), projectors if projected else None)
 
 
-def test_what_runs_for_one_sample_after_another_is_told_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_what_runs_for_one_sample_after_another_is_told_once(caplog):
     engine = LayerwiseEngine(looping(), mean_output)
     for _ in range(3):
         engine(tokens(3), {})
@@ -205,16 +196,16 @@ def test_what_runs_for_one_sample_after_another_is_told_once(
     assert "one sample after another" in record.message
 
 
-def test_samples_that_run_separately_have_separate_dropout() -> None:
+def test_samples_that_run_separately_have_separate_dropout():
     engine = LayerwiseEngine(looping(drops=True), mean_output)
     inputs = {k: v[:1].repeat(3, 1) for k, v in tokens(1).items()}
     assert engine(inputs, {})[0].unique().numel() == 3
 
 
-def routed() -> nn.Module:
+def routed():
     """A mixture of experts: how many positions an expert is given depends on the data."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden, outputs = m.table(x), torch.zeros(*x.shape, WIDTH)
         for i, expert in enumerate(m.experts):
             places = (x % 2 == i).nonzero(as_tuple=True)
@@ -226,9 +217,7 @@ def routed() -> nn.Module:
 
 
 @pytest.mark.parametrize("odd", [(3, 2, 0), (3, 1, 2)], ids=["indivisible", "divisible"])
-def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
-    odd: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(odd, caplog):
     x = torch.stack([torch.tensor([2] * n + [1] * (4 - n)) for n in odd])
     check(routed(), {"x": x})
     engine = LayerwiseEngine(routed(), mean_output)
@@ -241,10 +230,10 @@ def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(
 # ---- Refusals ----
 
 
-def unused(what: str) -> nn.Module:
+def unused(what):
     """Owns a layer that it never calls, or whose result it drops, or an unused parameter."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden = m.table(x)
         if what == "a dropped result":
             m.extra(hidden)
@@ -264,7 +253,7 @@ def unused(what: str) -> nn.Module:
         ("a parameter", "extra.extra"),
     ],
 )
-def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what: str, names: str) -> None:
+def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what, names):
     with pytest.raises(UnsupportedModelError, match=rf"no part in the loss: {names}\."):
         per_sample_gradients(unused(what), tokens(3), loss=mean_output)
     model = unused(what)
@@ -273,8 +262,8 @@ def test_a_trainable_parameter_without_part_in_the_loss_is_refused(what: str, na
     check(model, tokens(3))
 
 
-def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
-    def compute(m: Any, x: Tensor) -> Tensor:
+def test_a_layer_losing_its_batch_dimension_runs_in_its_parent():
+    def compute(m, x):
         hidden = m.table(x)
         return hidden + m.linear(hidden if x.shape[1] < 5 else hidden[:1].sum(1))
 
@@ -287,16 +276,16 @@ def test_a_layer_losing_its_batch_dimension_runs_in_its_parent() -> None:
 
 
 @pytest.mark.parametrize("probed", [True, False])
-def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed: bool) -> None:
-    fails: list[int] = []
+def test_a_failure_during_a_pass_leaves_the_model_unchanged(probed):
+    fails = []
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden = flattened(m, x)
         if fails:
             raise RuntimeError("out of memory, say")
         return hidden
 
-    model: Any = flattening(compute)
+    model = flattening(compute)
     model.up.forward = custom = model.up.forward  # somebody else's wrapper
     model.norm.eval()
     engine = LayerwiseEngine(model, mean_output)

@@ -5,9 +5,6 @@ shares nothing with this package: neither losses nor engines. To check another m
 ``tests/models/families.yaml``.
 """
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -28,7 +25,7 @@ from tests.models.matrix import (
 )
 from tests.models.zoo import FAMILIES, WIDE, rows
 from tests.support.marks import slow_but
-from tests.support.models import ROWS, Batch, Row, row
+from tests.support.models import ROWS, row
 from tests.support.oracles import assert_gradients_equal, relative_error
 
 B, RANK = 4, 4
@@ -77,7 +74,7 @@ QUICK = (
 )
 
 
-def matrix() -> list[Any]:
+def matrix():
     """Every model, projected; some in the other engine, and a few unprojected as well."""
     found = []
     for entry in rows(FAMILIES + WIDE):
@@ -94,9 +91,7 @@ def matrix() -> list[Any]:
 
 
 @pytest.mark.parametrize(("entry", "engine", "rank"), matrix())
-def test_every_model_has_exact_gradients_or_a_reasoned_refusal(
-    entry: Row, engine: str, rank: int | None
-) -> None:
+def test_every_model_has_exact_gradients_or_a_reasoned_refusal(entry, engine, rank):
     model, inputs = entry.model(), entry.batch(B)
     if (words := entry.refused(engine)) is not None:
         with pytest.raises(UnsupportedModelError) as error:
@@ -111,7 +106,7 @@ def test_every_model_has_exact_gradients_or_a_reasoned_refusal(
 
 
 @pytest.mark.parametrize("entry", slow_but(FEW, ROWS))
-def test_one_engine_serves_any_batch_size_length_padding_and_projection(entry: Row) -> None:
+def test_one_engine_serves_any_batch_size_length_padding_and_projection(entry):
     if entry.refused("layerwise"):
         return
     model = entry.model()
@@ -130,7 +125,7 @@ def test_one_engine_serves_any_batch_size_length_padding_and_projection(entry: R
         assert relative_error(dense(gradients, samples), expected) < 5 * TOLERANCE
 
 
-def test_at_least_sixty_families_without_special_support_are_tried() -> None:
+def test_at_least_sixty_families_without_special_support_are_tried():
     made_for, tried = ({family.config for family in table} for table in (FAMILIES, WIDE))
     assert len(tried - made_for) >= 60
     names = [str(entry) for entry in rows(FAMILIES + WIDE)]
@@ -141,7 +136,7 @@ def test_at_least_sixty_families_without_special_support_are_tried() -> None:
 # ---- Conditions ----
 
 
-DROPOUT: dict[str, dict[str, Any]] = {
+DROPOUT = {
     "BERT, sequence classification": {"hidden_dropout_prob": 0.2},
     "Llama, causal LM": {"attention_dropout": 0.2, "attn_implementation": "eager"},
     "BART, seq2seq LM": {"dropout": 0.2},
@@ -149,7 +144,7 @@ DROPOUT: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DROPOUT)
-def test_gradients_under_dropout_sum_to_autograds_with_equal_masks(name: str) -> None:
+def test_gradients_under_dropout_sum_to_autograds_with_equal_masks(name):
     model, inputs = row(name).model(**DROPOUT[name]), row(name).batch(B)
     engine = make_engine("layerwise", model)
     engine(inputs, {})  # the probe draws random numbers of its own
@@ -167,9 +162,9 @@ def test_gradients_under_dropout_sum_to_autograds_with_equal_masks(name: str) ->
     assert not torch.allclose(engine(inputs, {})[0], losses, rtol=1e-4)  # dropout was on
 
 
-def test_the_setting_of_the_kv_cache_returns_after_a_pass() -> None:
+def test_the_setting_of_the_kv_cache_returns_after_a_pass():
     model, inputs = row("Llama, causal LM").model(use_cache=True), row("Llama, causal LM").batch(B)
-    kept: list[Any] = []
+    kept = []
     model.model.register_forward_hook(lambda *call: kept.append(call[-1].past_key_values))
     engine = make_engine("layerwise", model)
     engine(inputs, {})
@@ -184,7 +179,7 @@ def test_the_setting_of_the_kv_cache_returns_after_a_pass() -> None:
 @pytest.mark.slow
 @each_engine
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")  # of importing the compiler
-def test_a_compiled_model_is_refused(engine: str) -> None:
+def test_a_compiled_model_is_refused(engine):
     model = row("BERT, sequence classification").model()
     with pytest.raises(UnsupportedModelError, match="compile"):
         make_engine(engine, torch.compile(model))
@@ -206,7 +201,7 @@ VOCABULARY_ROWS = [
 ]
 
 
-def with_few_labels(batch: Batch) -> Batch:
+def with_few_labels(batch):
     """Keeps one or two labels of each text, at different places."""
     labels = batch["labels"].clone()
     order = (labels != IGNORE_INDEX).long().cumsum(1)
@@ -216,17 +211,15 @@ def with_few_labels(batch: Batch) -> Batch:
 
 
 @pytest.mark.parametrize("entry", slow_but(SOME, VOCABULARY_ROWS))
-def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(
-    entry: Row, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entry, monkeypatch):
     model, inputs = entry.model(), with_few_labels(entry.batch(B))
     positions = inputs["labels"].shape[1]
     engine, everywhere = make_engine("layerwise", model), make_engine("layerwise", model)
     engine.skips_unlabelled, everywhere.skips_unlabelled = True, False
-    seen: list[int] = []
+    seen = []
     losses, gradients = engine(inputs, {})
     expected_losses, expected = everywhere(inputs, {})
-    inner = engine.loss.model  # type: ignore[attr-defined]
+    inner = engine.loss.model
     hook = inner.get_output_embeddings().register_forward_hook(
         lambda module, args, output: seen.append(output.shape[-2])
     )
@@ -245,9 +238,7 @@ def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(
 
 
 @pytest.mark.slow
-def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_matrix_shows_errors_and_refusals_with_their_reasons(capsys, tmp_path):
     path = tmp_path / "matrix.jsonl"
     only = ["--only", "ViT, image|a loop over", "--conditions", "full", "left padding"]
     main([*only, "--output", str(path)])
@@ -267,7 +258,7 @@ def test_the_matrix_shows_errors_and_refusals_with_their_reasons(
     assert "1. the model (MixtralForCausalLM)" in table
 
 
-def test_the_matrix_counts_nan_as_wrong() -> None:
+def test_the_matrix_counts_nan_as_wrong():
     found = {"weight": torch.tensor([[1.0, torch.nan], [1.0, 1.0]])}
     expected = {"weight": torch.ones(2, 2)}
     assert worst_error(found, expected) == torch.inf
@@ -277,7 +268,7 @@ def test_the_matrix_counts_nan_as_wrong() -> None:
     assert whole_error({"weight": 1.5 * expected["weight"]}, expected) == pytest.approx(0.5)
 
 
-def test_the_matrix_forgives_only_rounding_of_a_zero_gradient() -> None:
+def test_the_matrix_forgives_only_rounding_of_a_zero_gradient():
     expected = {"weight": torch.ones(1, 4), "bias": torch.zeros(1, 1)}
     rounded = {**expected, "bias": torch.full((1, 1), torch.finfo(torch.float32).eps)}
     wrong = {**expected, "bias": torch.full((1, 1), 1e-4)}
@@ -287,7 +278,7 @@ def test_the_matrix_forgives_only_rounding_of_a_zero_gradient() -> None:
 
 @pytest.mark.parametrize("name", slow_but(SOME[:1], [*SOME, "Mixtral, causal LM"]))
 @pytest.mark.parametrize("condition", CONDITIONS)
-def test_gradients_are_exact_under_every_condition_of_the_matrix(name: str, condition: str) -> None:
+def test_gradients_are_exact_under_every_condition_of_the_matrix(name, condition):
     if name.startswith("ViT") and condition == "left padding":
         pytest.skip("images are not padded")
     error = cell(row(name), CONDITIONS[condition], "layerwise")

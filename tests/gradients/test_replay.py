@@ -1,11 +1,8 @@
 """The examination of a first batch: silent on models that are right, and what it catches."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -23,7 +20,7 @@ from dp_grape_hf.optimizers import require_each_once
 from tests.gradients.functions import TinyFunctionForSequenceClassification, cross_entropies, plain
 from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
-from tests.support.models import TYPICAL, Case, only
+from tests.support.models import TYPICAL, only
 from tests.support.trainers import (
     WIDTH,
     TinyForSequenceClassification,
@@ -34,13 +31,13 @@ from tests.support.trainers import (
 )
 
 
-def batch_of(case: Case, size: int = 3) -> dict[str, Tensor]:
+def batch_of(case, size=3):
     return case.batch(size, case.positions)
 
 
 @pytest.mark.parametrize("case", slow_but(("gpt2", "vit"), TYPICAL))
 @pytest.mark.parametrize("bits", ["32", "16", "autocast"])
-def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
+def test_the_models_of_the_suite_pass(case, bits):
     model = case.model().to(torch.bfloat16 if bits == "16" else None)
     batch = {
         key: value.to(model.dtype) if value.is_floating_point() else value
@@ -52,7 +49,7 @@ def test_the_models_of_the_suite_pass(case: Case, bits: str) -> None:
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
 
 
-def test_draws_of_a_pass_begun_again_do_not_count() -> None:
+def test_draws_of_a_pass_begun_again_do_not_count():
     """The first texts are not padded, so T5's attention receives a mask in a later pass."""
     settings = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_heads": 2}
     config = T5Config(**settings, num_layers=1, decoder_start_token_id=0)
@@ -68,19 +65,17 @@ def test_draws_of_a_pass_begun_again_do_not_count() -> None:
 
 
 class LosesATerm(LayerRule):
-    def gradients(
-        self, layer: Any, saved: Tensor, grad_output: Tensor, batch_size: int
-    ) -> dict[str, Any]:
+    def gradients(self, layer, saved, grad_output, batch_size):
         rows = grad_output.reshape(batch_size, -1, grad_output.shape[-1])
         return {"weight": Dense(rows.sum(1)), "bias": Dense(rows.sum(1))}
 
 
-def _record_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _record_once(monkeypatch):
     """Of a square linear layer, every second call of a pass is not recorded."""
     rule, calls = type(RULES[nn.Linear]), [0]
     right = rule.gradients
 
-    def wrong(self: Any, layer: Any, saved: Tensor, grad_output: Tensor, *args: Any) -> Any:
+    def wrong(self, layer, saved, grad_output, *args):
         if layer.weight.shape == (WIDTH, WIDTH):
             calls[0] += 1
             grad_output = grad_output * (calls[0] % 2)
@@ -89,12 +84,12 @@ def _record_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "gradients", wrong)
 
 
-def used_twice(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+def used_twice(m, x, labels):
     hidden = torch.tanh(m.twice(torch.tanh(m.body(x))))
     return {"logits": m.head(torch.tanh(m.twice(hidden)))}
 
 
-def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rule_that_drops_a_term_is_found(monkeypatch):
     case = only("gpt2")
     monkeypatch.setitem(RULES, nn.LayerNorm, LosesATerm())
     monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
@@ -109,9 +104,7 @@ def test_a_rule_that_drops_a_term_is_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("projected", [True, False])
-def test_a_function_that_is_wrong_by_a_tenth_is_found(
-    projected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_is_wrong_by_a_tenth_is_found(projected, monkeypatch):
     case, right = only("llama"), functions.product
     monkeypatch.setattr(functions, "product", lambda *factors: 1.1 * right(*factors))
     model = case.model()
@@ -120,11 +113,11 @@ def test_a_function_that_is_wrong_by_a_tenth_is_found(
         engine.examine(batch_of(case), projectors_for(model, 2) if projected else {})
 
 
-def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_that_depend_on_batch_mates_are_found(monkeypatch):
     """Though the gradients returned are those of each sample alone."""
     case, original = only("opt"), LayerwiseEngine.unchecked
 
-    def coupled(self: Any, *args: Any) -> Any:
+    def coupled(self, *args):
         losses, gradients = original(self, *args)
         return losses + 0.5 * losses.mean(), gradients
 
@@ -137,21 +130,19 @@ def test_losses_that_depend_on_batch_mates_are_found(monkeypatch: pytest.MonkeyP
 class Empty(Watch):
     """Makes the draws of the first steps empty, by their sampler."""
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         super().on_train_begin(args, state, control, **kwargs)
         sampler = kwargs["train_dataloader"].batch_sampler
         draw, drawn = sampler.draw, []
 
-        def fewer() -> list[int]:
+        def fewer():
             drawn.append(draw())
             return drawn[-1][: len(drawn) - 1]
 
         sampler.draw = fewer
 
 
-def test_examples_are_added_if_the_first_batch_has_too_few(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_examples_are_added_if_the_first_batch_has_too_few(monkeypatch, tmp_path):
     _record_once(monkeypatch)
     model = TinyFunctionForSequenceClassification(used_twice)
     model.twice = nn.Linear(WIDTH, WIDTH)
@@ -164,7 +155,7 @@ def test_examples_are_added_if_the_first_batch_has_too_few(
 
 
 class HasTwice(DPGrapeTrainer):
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+    def create_optimizer(self, *args, **kwargs):
         optimizer = super().create_optimizer(*args, **kwargs)
         first, second = optimizer.param_groups
         first["params"] = [*first["params"], self.model.head.bias]
@@ -172,7 +163,7 @@ class HasTwice(DPGrapeTrainer):
         return optimizer
 
 
-def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path: Path) -> None:
+def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path):
     trainer = make_trainer(tmp_path, cls=HasTwice)
     assert_refused(trainer, r"head\.bias is in the optimizer 2 times.*=None")
 
@@ -185,9 +176,7 @@ def test_a_parameter_that_the_optimizer_has_twice_is_found(tmp_path: Path) -> No
     ],
     ids=["frozen", "unfrozen"],
 )
-def test_an_optimizer_older_than_a_freezing_is_created_again(
-    frozen: bool, found: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_older_than_a_freezing_is_created_again(frozen, found, tmp_path):
     model = TinyForSequenceClassification()
     model.body.weight.requires_grad_(frozen)
     trainer = make_trainer(tmp_path, model=model, learning_rate=0.5)
@@ -201,7 +190,7 @@ def test_an_optimizer_older_than_a_freezing_is_created_again(
     assert moved == dict.fromkeys(before, True) | {"body.weight": not frozen}
 
 
-def test_the_optimizer_rejects_tensors_that_are_no_model_parameters() -> None:
+def test_the_optimizer_rejects_tensors_that_are_no_model_parameters():
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(PrivacyError, match="A tensor that is not in the model is in the"):
@@ -209,7 +198,7 @@ def test_the_optimizer_rejects_tensors_that_are_no_model_parameters() -> None:
 
 
 @pytest.mark.parametrize("confident", [True, False])
-def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None:
+def test_rounding_of_large_16_bit_logits_is_no_coupling(confident):
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=100,
@@ -228,11 +217,11 @@ def test_rounding_of_large_16_bit_logits_is_no_coupling(confident: bool) -> None
     engine.examine(batch | {"labels": classes}, {})
 
 
-def coupled(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+def coupled(m, x, labels):
     return {"logits": plain(m, x.bfloat16())["logits"] * (1.3 if len(x) > 3 else 1.0)}
 
 
-def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
+def test_coupling_shows_in_16_bits(tmp_path):
     model = TinyFunctionForSequenceClassification(coupled).to(torch.bfloat16)
     with pytest.raises(PrivacyError, match="changes with the number"):
         make_trainer(tmp_path, model=model, compute_loss_func=cross_entropies).train()
@@ -243,7 +232,7 @@ def test_coupling_shows_in_16_bits(tmp_path: Path) -> None:
     [([1.5, 2.0, -3.0], False), ([0.9, 2.0, -3.0], True), ([1.5, 2.0, 3.0], True)],
     ids=["a larger norm", "a smaller norm", "another direction"],
 )
-def test_a_norm_may_be_an_upper_bound(sketch: list[float], differs: bool) -> None:
+def test_a_norm_may_be_an_upper_bound(sketch, differs):
     """As of a tied weight, if the terms of its gradient cancel: of a pair of similar texts."""
     exact, given = (torch.tensor([[x]], dtype=torch.float64) for x in ([1.0, 2.0, -3.0], sketch))
     assert bool(differing(given, exact, FULL, bounds=True)) is differs

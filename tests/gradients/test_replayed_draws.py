@@ -2,10 +2,8 @@
 
 import gc
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,10 +30,10 @@ both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 Toss = Callable[[Tensor], Tensor]
 
 
-def small(toss: Toss) -> Any:
+def small(toss):
     """Two layers, and between them whatever coins a test tosses."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         hidden = m.first(x)
         tossed = m.training or isinstance(toss, nn.Module)
         return m.second(m.toss(hidden) if tossed else hidden)
@@ -43,14 +41,14 @@ def small(toss: Toss) -> Any:
     return Function(compute, first=nn.Linear(4, 6), second=nn.Linear(6, 2), toss=toss)
 
 
-def with_zero_head(tosses: Iterable[str], *few: str) -> pytest.MarkDecorator:
+def with_zero_head(tosses, *few):
     """All of them behind a head of random numbers, and a few behind one of zeros."""
     params = [pytest.param(name, False, id=f"{name}-") for name in tosses]
     params += [pytest.param(name, True, id=f"{name}-zero head") for name in few]
     return pytest.mark.parametrize(("name", "zero"), params)
 
 
-def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
+def gradients(toss, engine="layerwise", zero=False):
     """Returns what an engine computes of a model; behind a head of zeros all losses are equal."""
     model = small(toss).train()
     if zero:
@@ -61,34 +59,34 @@ def gradients(toss: Toss, engine: str = "layerwise", zero: bool = False) -> Any:
 # ---- Coins of one's own ----
 
 
-def drops_paths(hidden: Tensor) -> Tensor:
+def drops_paths(hidden):
     return hidden * (0.7 + torch.rand(len(hidden), 1)).floor() / 0.7
 
 
-def drops_in_a_loop(hidden: Tensor) -> Tensor:
+def drops_in_a_loop(hidden):
     return torch.stack([row * torch.rand(()) for row in hidden])
 
 
-def along(dropped: Toss, hidden: Tensor, dim: int) -> Tensor:
+def along(dropped, hidden, dim):
     """Gives each sample four positions, in front of the samples or behind, and drops there."""
     positions = hidden.unsqueeze(dim).expand(*hidden.shape[:dim], 4, *hidden.shape[dim:])
     return dropped(positions).sum(dim)
 
 
-def attends(hidden: Tensor) -> Tensor:
+def attends(hidden):
     heads = hidden.view(-1, 1, 3, 2)
     return functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3).flatten(1)
 
 
-def recomputed(toss: Toss) -> Toss:
+def recomputed(toss):
     return lambda hidden: checkpoint(toss, hidden, use_reentrant=False)
 
 
-def dropout(hidden: Tensor) -> Tensor:
+def dropout(hidden):
     return functional.dropout(hidden, 0.5)
 
 
-OWN: dict[str, Toss] = {
+OWN = {
     "dropout": dropout,
     "dropout of other kernels": lambda hidden: torch.native_dropout(hidden, 0.5, True)[0],
     "dropout, recomputed": recomputed(dropout),
@@ -117,7 +115,7 @@ OWN: dict[str, Toss] = {
 
 
 @with_zero_head(OWN, "dropout", "drop path", "layer drop at rate 0")
-def test_coins_of_ones_own_pass(name: str, zero: bool) -> None:
+def test_coins_of_ones_own_pass(name, zero):
     losses, _ = gradients(OWN[name], zero=zero)
     assert losses.shape == (5,)
 
@@ -125,12 +123,12 @@ def test_coins_of_ones_own_pass(name: str, zero: bool) -> None:
 class Experts(nn.Module):
     """Sends each sample to one of two layers, which drop: how many each gets, the values tell."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
         self.drops = nn.ModuleList([nn.Dropout(0.5), nn.Dropout(0.5)])
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         chosen, found = (hidden[:, 0] > 0).long(), torch.zeros_like(hidden)
         for number, (layer, drop) in enumerate(zip(self.layers, self.drops, strict=True)):
             rows = (chosen == number).nonzero()[:, 0]
@@ -139,7 +137,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["one by one", "frozen"])
-def test_dropout_in_experts_that_run_for_all_samples_is_refused(trained: bool) -> None:
+def test_dropout_in_experts_that_run_for_all_samples_is_refused(trained):
     """Trained experts run for one sample after another, frozen ones for all at once."""
     model = small(functional.relu).train()
     model.first = nn.Sequential(model.first, nn.Dropout(0.5), Experts().requires_grad_(trained))
@@ -147,10 +145,10 @@ def test_dropout_in_experts_that_run_for_all_samples_is_refused(trained: bool) -
         per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares)
 
 
-def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
+def test_equal_sizes_of_different_draws_are_no_shared_coin():
     """Two copies of a text of nine words have as many numbers as three of a text of six."""
 
-    def compute(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    def compute(m, x, y):
         x, y = (functional.dropout(m.layer(t).flatten(0, 1), 0.5, m.training) for t in (x, y))
         return x.view(-1, 36).square().mean(1) + y.view(-1, 24).square().mean(1)
 
@@ -163,27 +161,27 @@ def test_equal_sizes_of_different_draws_are_no_shared_coin() -> None:
 # ---- Shared coins ----
 
 
-def drops_layers(hidden: Tensor) -> Tensor:
+def drops_layers(hidden):
     return hidden if torch.rand([]) >= 0.05 else hidden * 0
 
 
-def drops_the_batch(hidden: Tensor) -> Tensor:
+def drops_the_batch(hidden):
     """``StochasticDepth(mode="batch")``, as torchvision computes it."""
     noise = torch.empty([1] * hidden.dim(), dtype=hidden.dtype).bernoulli_(0.9)
     return hidden * noise.div_(0.9)
 
 
-def turns(toss: Callable[[int], Any]) -> Toss:
+def turns(toss):
     """Changes the signs of samples by one coin or by as many, so that no gradient's norm tells."""
 
-    def turn(hidden: Tensor) -> Tensor:
+    def turn(hidden):
         signs = 1 - 2 * torch.as_tensor(toss(len(hidden))).float()
         return hidden * (signs[:, None] if signs.dim() else signs)
 
     return turn
 
 
-SHARED: dict[str, Toss] = {
+SHARED = {
     "layer drop": drops_layers,
     "layer drop, recomputed": recomputed(drops_layers),
     "stochastic depth of a batch": drops_the_batch,
@@ -202,17 +200,17 @@ SHARED: dict[str, Toss] = {
 
 
 @with_zero_head(SHARED, "layer drop", "one scale")
-def test_a_coin_that_a_batch_shares_is_refused(name: str, zero: bool) -> None:
+def test_a_coin_that_a_batch_shares_is_refused(name, zero):
     with pytest.raises(PrivacyError, match="once for all samples of a physical batch"):
         gradients(SHARED[name], zero=zero)
 
 
-def antithetic(count: int) -> Tensor:
+def antithetic(count):
     half = torch.rand((count + 1) // 2)
     return torch.cat([half, 1 - half])[:count] < 0.5
 
 
-SIGNS: dict[str, Toss] = {
+SIGNS = {
     "one for all": turns(lambda count: torch.rand([]) < 0.5),
     "the first": turns(lambda count: torch.rand(count)[0] < 0.5),
     "the mean": turns(lambda count: torch.rand(count).mean() < 0.5),
@@ -250,13 +248,13 @@ SIGNS: dict[str, Toss] = {
 @with_zero_head(
     SIGNS, "one for all", "half of them", "sorted", "of any, rarely", "the mean, going back"
 )
-def test_coins_that_others_use_are_refused(name: str, zero: bool) -> None:
+def test_coins_that_others_use_are_refused(name, zero):
     with pytest.raises(PrivacyError, match=r"of a physical batch|couples"):
         gradients(SIGNS[name], zero=zero)
 
 
 @pytest.mark.parametrize("name", ["score", "classifier", "qa_outputs", *map(str, range(100))])
-def test_a_two_class_gradient_differs_from_its_negative_in_sketches(name: str) -> None:
+def test_a_two_class_gradient_differs_from_its_negative_in_sketches(name):
     """A head of two classes has the rows g and -g."""
     row = torch.randn(1, 1, 6)
     rows = []
@@ -267,7 +265,7 @@ def test_a_two_class_gradient_differs_from_its_negative_in_sketches(name: str) -
     assert differing(*rows, FULL).all()
 
 
-def test_a_small_influence_of_others_shows() -> None:
+def test_a_small_influence_of_others_shows():
     with pytest.raises(PrivacyError, match="each sample of a physical batch, and uses them for"):
         gradients(lambda hidden: hidden * (1 + 1e-4 * torch.rand(len(hidden)).mean()))
 
@@ -275,22 +273,22 @@ def test_a_small_influence_of_others_shows() -> None:
 class Noisy(Function):
     """Has a weight of its own, a single number, and a coin: it runs under vmap."""
 
-    def __init__(self, toss: Callable[[], Tensor]) -> None:
-        def compute(m: Any, hidden: Tensor) -> Tensor:
+    def __init__(self, toss):
+        def compute(m, hidden):
             return hidden * m.scale * (1 - 2 * toss().float() if m.training else 1)
 
         super().__init__(compute, scale=torch.ones(()))
 
 
 @both
-def test_a_draw_under_vmap_is_refused_if_samples_share_it(engine: str) -> None:
+def test_a_draw_under_vmap_is_refused_if_samples_share_it(engine):
     gradients(Noisy(lambda: torch.rand(1) < 0.5), engine)  # vmap gives each its own
     with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) once for all"):
         gradients(Noisy(lambda: torch.rand([]) < 0.5), engine)
 
 
-def test_the_draw_that_is_at_fault_is_named() -> None:
-    def toss(hidden: Tensor) -> Tensor:
+def test_the_draw_that_is_at_fault_is_named():
+    def toss(hidden):
         hidden = dropout(hidden) if torch.rand([]) >= 0.0 else hidden * 0
         hidden = Noisy(lambda: torch.rand(len(hidden)).mean() < 0.5)(hidden)
         return dropout(hidden) + 0 * torch.randperm(6)
@@ -299,7 +297,7 @@ def test_the_draw_that_is_at_fault_is_named() -> None:
         gradients(toss)
 
 
-def test_a_model_is_examined_in_training_mode_after_evaluation_mode() -> None:
+def test_a_model_is_examined_in_training_mode_after_evaluation_mode():
     engine = make_engine("layerwise", small(drops_layers).eval(), squares)
     engine({"x": torch.randn(3, 4)}, {})
     engine.model.train()
@@ -308,8 +306,8 @@ def test_a_model_is_examined_in_training_mode_after_evaluation_mode() -> None:
 
 
 @both
-def test_after_an_example_without_gradient_the_next_is_tried(engine: str) -> None:
-    def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def test_after_an_example_without_gradient_the_next_is_tried(engine):
+    def loss(outputs, labels):
         assert labels is not None
         return squares(outputs, None) * labels
 
@@ -327,11 +325,11 @@ def test_after_an_example_without_gradient_the_next_is_tried(engine: str) -> Non
     [(dropout, [*[1] * 4, *[3] * 3, 5, 5]), (functional.relu, [*[1] * 3, 5, 5])],
     ids=["drawing", "drawing nothing"],
 )
-def test_the_passes_of_the_examination(toss: Toss, expected: list[int]) -> None:
+def test_the_passes_of_the_examination(toss, expected):
     """Four rows alone and three copies, or three rows if nothing is drawn; the batch, twice."""
-    sizes: list[int] = []
+    sizes = []
 
-    def counting(hidden: Tensor) -> Tensor:
+    def counting(hidden):
         sizes.append(len(hidden))
         return toss(hidden)
 
@@ -340,8 +338,8 @@ def test_the_passes_of_the_examination(toss: Toss, expected: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout, recomputed", "a loop over samples"])
-def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str) -> None:
-    def tensors() -> int:
+def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name):
+    def tensors():
         gradients(OWN[name])
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
@@ -355,10 +353,10 @@ def test_nothing_of_the_examination_is_kept_until_garbage_is_collected(name: str
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "a pass fails"])
-def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: bool) -> None:
-    seen: list[bool] = []
+def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails):
+    seen = []
 
-    def toss(hidden: Tensor) -> Tensor:
+    def toss(hidden):
         seen.append(any(bool((p == 0).all()) for p in model.parameters()))
         if fails and not seen[-1]:
             raise OSError("on purpose")
@@ -382,7 +380,7 @@ def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails: boo
 # ---- Streams beside torch's, and seeds ----
 
 
-def rewinds_numpy(hidden: Tensor) -> Tensor:
+def rewinds_numpy(hidden):
     state = np.random.get_state()
     hidden = hidden * float(np.random.rand())
     np.random.set_state(state)
@@ -390,17 +388,17 @@ def rewinds_numpy(hidden: Tensor) -> Tensor:
 
 
 @both
-def test_a_draw_without_torch_is_refused_under_a_zero_head(engine: str) -> None:
+def test_a_draw_without_torch_is_refused_under_a_zero_head(engine):
     bits = random.Random(0)  # which no stream gives, like the clock and the operating system
     with pytest.raises(PrivacyError, match="random numbers from numpy or Python"):
         gradients(turns(lambda _: bits.random() < 0.5), engine, zero=True)
 
 
 @pytest.mark.parametrize("alike", [1, 2])
-def test_a_draw_without_torch_is_never_reported_as_shared(alike: int) -> None:
+def test_a_draw_without_torch_is_never_reported_as_shared(alike):
     passes = [0]
 
-    def toss(hidden: Tensor) -> Tensor:
+    def toss(hidden):
         passes[0] += len(hidden) == 3
         return dropout(-hidden if passes[0] > alike and passes[0] % 2 else hidden)
 
@@ -408,22 +406,22 @@ def test_a_draw_without_torch_is_never_reported_as_shared(alike: int) -> None:
         gradients(toss)
 
 
-def seeds_torch(hidden: Tensor) -> Tensor:
+def seeds_torch(hidden):
     torch.manual_seed(0)
     return functional.dropout(hidden, 0.5)
 
 
-def seeds_torch_alone(hidden: Tensor) -> Tensor:
+def seeds_torch_alone(hidden):
     torch.manual_seed(0)
     return hidden
 
 
-def rewinds_torch(hidden: Tensor) -> Tensor:
+def rewinds_torch(hidden):
     with torch.random.fork_rng():
         return functional.dropout(hidden, 0.5)
 
 
-STREAMS: dict[str, tuple[Toss, str]] = {
+STREAMS = {
     "numpy": (lambda hidden: hidden * float(np.random.rand()), "numpy or Python"),
     "Python": (lambda hidden: hidden * random.random(), "numpy or Python"),
     "numpy, rewound": (rewinds_numpy, "numpy or Python"),
@@ -434,14 +432,14 @@ STREAMS: dict[str, tuple[Toss, str]] = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_a_forward_that_draws_beside_torch_or_seeds_is_refused(name: str) -> None:
+def test_a_forward_that_draws_beside_torch_or_seeds_is_refused(name):
     toss, words = STREAMS[name]
     with pytest.raises(PrivacyError, match=words):
         gradients(toss)
 
 
-def noisy(noise: Toss, in_training_only: bool = False) -> nn.Module:
-    def compute(m: Any, x: Tensor, labels: Any) -> dict[str, Tensor]:
+def noisy(noise, in_training_only=False):
+    def compute(m, x, labels):
         quiet = in_training_only and not m.training
         return plain(m, x if quiet else noise(x), labels)
 
@@ -451,17 +449,17 @@ def noisy(noise: Toss, in_training_only: bool = False) -> nn.Module:
 _OWN = torch.Generator().manual_seed(0)
 
 
-def draws_from_a_generator(hidden: Tensor) -> Tensor:
+def draws_from_a_generator(hidden):
     return hidden * torch.rand(hidden.shape, generator=_OWN)
 
 
 @both
-def test_a_model_with_its_own_generator_is_always_refused(engine: str) -> None:
+def test_a_model_with_its_own_generator_is_always_refused(engine):
     with pytest.raises(PrivacyError, match="its own generator"):
         gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
 
 
-def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) -> None:
+def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path):
     model = noisy(draws_from_a_generator, in_training_only=True)
     with pytest.raises(PrivacyError, match=r"changed .*_OWN of the model"):
         make_trainer(tmp_path, model=model).train()
@@ -470,12 +468,12 @@ def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path: Path) ->
 # ---- Noise in evaluation mode ----
 
 
-NOISE: dict[str, Toss] = {
+NOISE = {
     "rand_like in ": lambda x: x * (torch.rand_like(x) > 0.3),
     "uniform in ": lambda x: x + 1e-3 * torch.zeros_like(x).uniform_(-1, 1),
     "bernoulli in ": dropout,
 }
-OTHER_NOISE: dict[str, Toss] = {
+OTHER_NOISE = {
     "numpy or Python": lambda x: x + torch.from_numpy(np.random.rand(*x.shape)).float(),
     "_OWN of": draws_from_a_generator,
 }
@@ -483,9 +481,7 @@ OTHER_NOISE: dict[str, Toss] = {
 
 @pytest.mark.parametrize("noise", NOISE)
 @both
-def test_noise_of_ones_own_in_evaluation_mode_is_no_obstacle(
-    noise: str, engine: str, tmp_path: Path
-) -> None:
+def test_noise_of_ones_own_in_evaluation_mode_is_no_obstacle(noise, engine, tmp_path):
     make_trainer(tmp_path, model=noisy(NOISE[noise]), engine=engine).train()
 
 
@@ -496,7 +492,7 @@ def test_noise_of_ones_own_in_evaluation_mode_is_no_obstacle(
         *(("dp_grape", n) for n in OTHER_NOISE),
     ],
 )
-def test_other_noise_in_evaluation_mode_is_refused(method: str, noise: str, tmp_path: Path) -> None:
+def test_other_noise_in_evaluation_mode_is_refused(method, noise, tmp_path):
     """A method without gradients refuses noise of each sample as well."""
     trainer = make_trainer(tmp_path, model=noisy((NOISE | OTHER_NOISE)[noise]), method=method)
     if noise in NOISE:
@@ -505,7 +501,7 @@ def test_other_noise_in_evaluation_mode_is_refused(method: str, noise: str, tmp_
         assert_refused(trainer, noise)
 
 
-def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
+def test_bigbirds_seeds_do_not_reach_the_streams_of_collators():
     """Its random blocks come from numpy, which it seeds with the number of the layer."""
     config = BigBirdConfig(
         vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -527,7 +523,7 @@ def test_bigbirds_seeds_do_not_reach_the_streams_of_collators() -> None:
     assert found == expected.tolist()
 
 
-def test_a_later_draw_without_torch_is_refused() -> None:
+def test_a_later_draw_without_torch_is_refused():
     draws = [False]
     model = small(lambda hidden: hidden * float(np.random.rand()) if draws[0] else hidden)
     engine = make_private(make_engine("layerwise", model.train(), squares))
@@ -541,9 +537,7 @@ def test_a_later_draw_without_torch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("in_use", [False, True])
-def test_streams_of_gpus_are_kept_where_they_are_in_use(
-    in_use: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_of_gpus_are_kept_where_they_are_in_use(in_use, monkeypatch):
     """A worker of a data loader sees the GPUs, and must not ask them: it is a fork."""
     asked, restored = [], []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -1,7 +1,5 @@
 """What is computed of positions that were selected by value is followed, and nothing else is."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +8,7 @@ from dp_grape_hf.gradients.selections import Selections
 
 VALUES = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 4.0]])
 
-REACHED: dict[str, Callable[[Tensor], Tensor]] = {
+REACHED = {
     "a boolean mask": lambda x: x[x > 0],
     "nonzero": lambda x: (x > 0).nonzero(),
     "masked_select": lambda x: x.masked_select(x > 0),
@@ -21,7 +19,7 @@ REACHED: dict[str, Callable[[Tensor], Tensor]] = {
     "in sparse form": lambda x: (x[x > 0][None].to_sparse() * 2).to_dense(),
     "written into": lambda x: torch.zeros(5).index_add_(0, torch.arange(4), x[x > 0]),
 }
-NOT_REACHED: dict[str, Callable[[Tensor], Tensor]] = {
+NOT_REACHED = {
     "sorted": lambda x: x.gather(1, x.argsort(1)),
     "by number": lambda x: x[torch.tensor([1, 0])],
     "masked": lambda x: x.masked_fill(x > 0, 0.0),
@@ -30,7 +28,7 @@ NOT_REACHED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("how", REACHED)
-def test_what_comes_of_a_selection_is_known(how: str) -> None:
+def test_what_comes_of_a_selection_is_known(how):
     x = VALUES.clone()
     with Selections() as selections:
         y = x + 1
@@ -42,12 +40,12 @@ def test_what_comes_of_a_selection_is_known(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", NOT_REACHED)
-def test_what_has_a_known_number_of_positions_is_no_selection(how: str) -> None:
+def test_what_has_a_known_number_of_positions_is_no_selection(how):
     with Selections() as selections:
         assert not selections.reach(NOT_REACHED[how](VALUES))
 
 
-def test_a_view_that_is_written_into_makes_its_base_known() -> None:
+def test_a_view_that_is_written_into_makes_its_base_known():
     with Selections() as selections:
         base = torch.zeros(2, 4)
         base[0].copy_(VALUES[VALUES > 0])
@@ -62,7 +60,7 @@ def test_a_view_that_is_written_into_makes_its_base_known() -> None:
         *(lambda x: x.sum().item(), lambda x: bool((x > 0).any())),
     ],
 )
-def test_what_is_read_from_a_selection_may_reach_anything(read: Callable[[Tensor], object]) -> None:
+def test_what_is_read_from_a_selection_may_reach_anything(read):
     with Selections() as selections:
         read(VALUES)
         assert not selections.reach(VALUES)
@@ -70,7 +68,7 @@ def test_what_is_read_from_a_selection_may_reach_anything(read: Callable[[Tensor
         assert selections.reach(VALUES)
 
 
-def test_reused_memory_is_not_taken_for_a_selection() -> None:
+def test_reused_memory_is_not_taken_for_a_selection():
     with Selections() as selections:
         for _ in range(100):
             assert not selections.reach(torch.zeros(4))

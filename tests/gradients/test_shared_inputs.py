@@ -1,10 +1,8 @@
 """Layers that are given the same tensor have one P, and that tensor is projected once."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.projections import Projector, Side, principal_directions
@@ -13,10 +11,10 @@ from tests.gradients.functions import Function
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 
-def attention(changed: bool = False) -> Any:
+def attention(changed=False):
     """Queries, keys and values of one tensor, and an output of another."""
 
-    def compute(m: Any, x: Tensor) -> Tensor:
+    def compute(m, x):
         queries = m.q(x)
         x = x.clone() if changed else x
         keys = m.k(x)
@@ -26,16 +24,16 @@ def attention(changed: bool = False) -> Any:
     return Function(compute, **{name: nn.Linear(6, 6) for name in "qkvo"})
 
 
-def squared(outputs: Tensor, labels: Tensor) -> Tensor:
+def squared(outputs, labels):
     return outputs.float().square().sum((1, 2)) * labels
 
 
-def batches() -> list[dict[str, Any]]:
+def batches():
     generator = torch.Generator().manual_seed(0)
     return [{"x": torch.randn(5, 4, 6, generator=generator)} for _ in range(3)]
 
 
-def test_layers_that_read_one_tensor_have_one_tensor_of_directions() -> None:
+def test_layers_that_read_one_tensor_have_one_tensor_of_directions():
     ranks = {f"{name}.weight": 2 for name in "qkvo"}
     found = principal_directions(attention(), ranks, batches)
     of = {name: found[f"{name}.weight"].directions for name in "qkvo"}
@@ -46,14 +44,14 @@ def test_layers_that_read_one_tensor_have_one_tensor_of_directions() -> None:
     torch.testing.assert_close(overlap, torch.ones(2), atol=1e-3, rtol=0)
 
 
-def test_a_tensor_that_was_changed_in_between_is_another_one() -> None:
+def test_a_tensor_that_was_changed_in_between_is_another_one():
     ranks = {f"{name}.weight": 2 for name in "qkv"}
     found = principal_directions(attention(changed=True), ranks, batches)
     assert len({id(own.directions) for own in found.values()}) == 3
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_of_layers_with_one_projection_are_exact(bias: bool) -> None:
+def test_gradients_of_layers_with_one_projection_are_exact(bias):
     model = attention()
     for layer in (model.q, model.k, model.v, model.o):
         layer.bias.requires_grad_(bias)
@@ -67,7 +65,7 @@ def test_gradients_of_layers_with_one_projection_are_exact(bias: bool) -> None:
     assert_gradients_equal(gradients, expected, tolerance=1e-5)
 
 
-def test_one_tensor_is_projected_once_and_not_kept_afterwards() -> None:
+def test_one_tensor_is_projected_once_and_not_kept_afterwards():
     model = attention()
     matrix = torch.linalg.qr(torch.randn(6, 2))[0]
     one = {f"{name}.weight": Projector(matrix, Side.RIGHT) for name in "qkvo"}

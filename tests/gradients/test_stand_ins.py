@@ -1,12 +1,10 @@
 """Weights in coordinates, under one vmap of the whole module, against autograd of each sample."""
 
-from collections.abc import Callable
 from inspect import signature
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.func import vmap
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
@@ -25,7 +23,7 @@ Sides = dict[str, Side]
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
 
 
-def make_projectors(module: nn.Module, sides: Sides, rank: int = 2) -> dict[str, Projector]:
+def make_projectors(module, sides, rank=2):
     generator = torch.Generator().manual_seed(1)
     projectors = {}
     for name, side in sides.items():
@@ -35,13 +33,13 @@ def make_projectors(module: nn.Module, sides: Sides, rank: int = 2) -> dict[str,
     return projectors
 
 
-def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def loss(outputs, labels):
     """Weighs every number differently."""
     flat = outputs.flatten(1).float()
     return (flat * torch.linspace(-1, 1, flat.shape[1])).sum(1) + flat.square().mean(1)
 
 
-def found_and_expected(module: nn.Module, x: Tensor, sides: Sides) -> tuple[Any, Any]:
+def found_and_expected(module, x, sides):
     """Returns what functorch computes, without a look at the module, and what autograd does."""
     inputs = {next(iter(signature(module.forward).parameters)): x}
     projectors = make_projectors(module, sides)
@@ -53,87 +51,87 @@ def found_and_expected(module: nn.Module, x: Tensor, sides: Sides) -> tuple[Any,
 # ---- Modules ----
 
 
-def linear() -> dict[str, Any]:
+def linear():
     return {"layer": nn.Linear(N, 4)}
 
 
-def square() -> dict[str, Any]:
+def square():
     return {"layer": nn.Linear(N, N)}
 
 
-def table() -> dict[str, Any]:
+def table():
     return {"table": nn.Embedding(ROWS, N)}
 
 
-def matrix() -> dict[str, Any]:
+def matrix():
     return {"matrix": torch.randn(N, 4)}
 
 
-def looked_up(m: Any, x: Tensor) -> Tensor:
+def looked_up(m, x):
     return m.table(x.argmax(-1))
 
 
-def tied() -> dict[str, Any]:
+def tied():
     table, head = nn.Embedding(ROWS, N), nn.Linear(N, ROWS)
     head.weight = table.weight
     return {"table": table, "head": head}
 
 
-def behind_a_table(m: Any, x: Tensor) -> Tensor:
+def behind_a_table(m, x):
     return m.head(looked_up(m, x).tanh())
 
 
-def multiplied_in_place(m: Any, x: Tensor) -> Tensor:
+def multiplied_in_place(m, x):
     output = m.layer(x)
     output.mul_(2)
     return m.second(output).add_(1)
 
 
-def hidden_in_place(m: Any, x: Tensor) -> Tensor:
+def hidden_in_place(m, x):
     """Torch makes a view of the output if the input has three dimensions and there is a bias."""
     hidden = m.layer(looked_up(m, x))
     hidden[:, 0] = 0.0
     return hidden
 
 
-def scaled_by_its_largest(m: Any, x: Tensor) -> Tensor:
+def scaled_by_its_largest(m, x):
     with torch.no_grad():
         scale = m.layer.weight.abs().amax()
     return m.layer(x) + x.tanh() @ (m.layer.weight / scale).T
 
 
-def multiplied_by_its_table(m: Any, x: Tensor) -> Tensor:
+def multiplied_by_its_table(m, x):
     hidden = looked_up(m, x)
     return hidden + (hidden @ m.table.weight.T).tanh() @ m.table.weight
 
 
-def flattened(m: Any, x: Tensor) -> Tensor:
+def flattened(m, x):
     """Layers see samples and positions as one dimension, as in OPT's feed-forward."""
     hidden = m.table(x.argmax(-1).flatten()).tanh()
     return m.layer(m.norm(hidden)).relu().view(*x.shape[:2], 4)
 
 
-def scored_by_positions(m: Any, x: Tensor) -> Tensor:
+def scored_by_positions(m, x):
     """Adds a table of (T, T) scores to each sample's own scores."""
     places = torch.arange(T)
     scores = m.scores(places[:, None] - places[None] + 4).squeeze(-1)
     return (x @ x.transpose(1, 2) + scores).tanh() @ x
 
 
-def rows_for_positions(leading: bool) -> Callable[[], dict[str, Any]]:
+def rows_for_positions(leading):
     """A module without a rule, which returns the same for all samples."""
 
-    def compute(m: Any, count: int) -> Tensor:
+    def compute(m, count):
         return m.rows[None, :count] if leading else m.rows[:count]
 
     return lambda: {**square(), "positions": Function(compute, rows=torch.randn(9, N))}
 
 
-def placed(m: Any, x: Tensor) -> Tensor:
+def placed(m, x):
     return m.layer(x + m.positions(x.shape[1]))
 
 
-MODULES: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]], str]] = {
+MODULES = {
     "linear on four dimensions": (
         lambda m, x: m.layer(x[:, None, :, None]),
         linear,
@@ -196,11 +194,11 @@ MODULES: dict[str, tuple[Callable[..., Tensor], Callable[[], dict[str, Any]], st
 }
 
 
-def on_each_side(name: str) -> list[Sides]:
+def on_each_side(name):
     return [{}, {name: LEFT}, {name: RIGHT}] if name else [{}]
 
 
-def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> nn.Module:
+def made(make, dtype=torch.float32):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = make().to(dtype)
@@ -210,7 +208,7 @@ def made(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> n
     return module
 
 
-def samples(dtype: torch.dtype = torch.float32, count: int = B) -> Tensor:
+def samples(dtype=torch.float32, count=B):
     return torch.randn(count, T, N, generator=torch.Generator().manual_seed(2)).to(dtype)
 
 
@@ -219,7 +217,7 @@ def samples(dtype: torch.dtype = torch.float32, count: int = B) -> Tensor:
 
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_derivative_is_that_of_autograd(name: str, engine: str) -> None:
+def test_the_derivative_is_that_of_autograd(name, engine):
     """Also for as many samples as positions."""
     compute, parts, weight = MODULES[name]
     for sides in on_each_side(weight):
@@ -233,15 +231,13 @@ def test_the_derivative_is_that_of_autograd(name: str, engine: str) -> None:
             assert relative_error(dense(gradients, len(x)), exact[1]) < 1e-5
 
 
-def tied_model() -> nn.Module:
+def tied_model():
     return Function(behind_a_table, **tied())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("make", [lambda: Conv1D(4, N), lambda: nn.LayerNorm(N), tied_model])
-def test_gradients_are_float32_whatever_the_dtype_of_the_weights(
-    make: Callable[[], nn.Module], dtype: torch.dtype
-) -> None:
+def test_gradients_are_float32_whatever_the_dtype_of_the_weights(make, dtype):
     for sides in on_each_side(next((n for n, p in make().named_parameters() if p.dim() == 2), "")):
         (_, gradients), (_, expected) = found_and_expected(made(make, dtype), samples(dtype), sides)
         found = dense(gradients, B)
@@ -249,7 +245,7 @@ def test_gradients_are_float32_whatever_the_dtype_of_the_weights(
         assert relative_error(found, expected) < (2e-2 if dtype is torch.bfloat16 else 1e-6)
 
 
-def test_under_autocast_the_layers_compute_in_its_type() -> None:
+def test_under_autocast_the_layers_compute_in_its_type():
     module, x = made(lambda: nn.Linear(N, 4)), samples()
     for sides in on_each_side("weight"):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -261,7 +257,7 @@ def test_under_autocast_the_layers_compute_in_its_type() -> None:
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 50), lambda: Conv1D(50, 40)])
 @pytest.mark.parametrize("side", Side)
-def test_no_weight_exists_once_per_sample(make: Callable[[], nn.Module], side: Side) -> None:
+def test_no_weight_exists_once_per_sample(make, side):
     module = made(make)
     engine = make_engine("functorch", module, loss)
     engine.assume_examined(
@@ -272,7 +268,7 @@ def test_no_weight_exists_once_per_sample(make: Callable[[], nn.Module], side: S
     assert 40 * 50 <= largest.numbers < B * 40 * 50
 
 
-def test_the_parameters_are_back_after_an_error() -> None:
+def test_the_parameters_are_back_after_an_error():
     module = made(lambda: nn.Linear(N, 4))
     before = dict(module.named_parameters())
     with pytest.raises(RuntimeError, match="shapes"):
@@ -282,12 +278,12 @@ def test_the_parameters_are_back_after_an_error() -> None:
     assert all(p.requires_grad and p.grad is None for p in before.values())
 
 
-def test_a_function_called_outside_vmap_is_differentiated_for_each_sample() -> None:
+def test_a_function_called_outside_vmap_is_differentiated_for_each_sample():
     x = torch.randn(B, 4, requires_grad=True)
     shared = torch.randn(4, requires_grad=True)
     shapes = []
 
-    def product(x: Tensor, shared: Tensor, missing: None) -> tuple[Tensor, int]:
+    def product(x, shared, missing):
         shapes.append((x.shape, shared.shape))
         return (x * shared).sum(1), 0
 
@@ -299,7 +295,7 @@ def test_a_function_called_outside_vmap_is_differentiated_for_each_sample() -> N
     torch.testing.assert_close(gradients[1], x.sum(0))
 
 
-def test_outside_vmap_a_function_may_return_one_value_for_all() -> None:
+def test_outside_vmap_a_function_may_return_one_value_for_all():
     x = torch.randn(B, 4)
     seen = vmap(lambda x: x + outside_vmap(x, lambda: (torch.tensor(2.0), None)))(x)
     torch.testing.assert_close(seen, x + 2)

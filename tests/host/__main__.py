@@ -19,10 +19,9 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -65,11 +64,11 @@ class HostSeq2SeqTrainingArguments(_Defaults, DPGrapeSeq2SeqTrainingArguments):
     """What tests take for ``Seq2SeqTrainingArguments``."""
 
 
-def _trainer(cls: type[Any], arguments: type[Any]) -> type[Any]:
+def _trainer(cls, arguments):
     class Substitute(cls):
         """Takes what the original takes, and knows the loss of the tests' own models."""
 
-        def __init__(self, model: Any = None, args: Any = None, *rest: Any, **given: Any) -> None:
+        def __init__(self, model=None, args=None, *rest, **given):
             args = arguments("tmp_trainer") if args is None else args
             own = not type(self).compute_loss.__module__.startswith("transformers.")
             unknown = not own and given.get("compute_loss_func") is None
@@ -84,7 +83,7 @@ def _trainer(cls: type[Any], arguments: type[Any]) -> type[Any]:
     return Substitute
 
 
-def _is_known(model: Any, model_init: Any) -> bool:
+def _is_known(model, model_init):
     try:
         model = model_init() if model is None else model
         return not isinstance(model, nn.Module) or bool(loss_for(model))
@@ -94,7 +93,7 @@ def _is_known(model: Any, model_init: Any) -> bool:
         return True
 
 
-def own_loss(outputs: Any, labels: Any) -> Tensor:
+def own_loss(outputs, labels):
     """The loss (B,) of a classifier, or of a regression."""
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
     found = next(value for value in values if isinstance(value, Tensor))
@@ -103,7 +102,7 @@ def own_loss(outputs: Any, labels: Any) -> Tensor:
     return (found - labels).square().reshape(len(labels), -1).mean(1)
 
 
-def _substitute() -> None:
+def _substitute():
     package = importlib.import_module("transformers")  # which takes its own place when imported
     ours = (
         ("Train", DPGrapeTrainer, HostTrainingArguments),
@@ -117,13 +116,13 @@ def _substitute() -> None:
 # ---- The plugin ----
 
 
-def pytest_configure(config: Any) -> None:
+def pytest_configure(config):
     """Puts ours in place, before the tests import anything."""
     if os.environ.get(PRIVATE):
         _substitute()
 
 
-def pytest_runtest_makereport(item: Any, call: Any) -> None:
+def pytest_runtest_makereport(item, call):
     """Writes down how each part of a test ended, and which of our refusals it met."""
     if OUTCOMES not in os.environ:
         return
@@ -141,7 +140,7 @@ def pytest_runtest_makereport(item: Any, call: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _causes(error):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
@@ -150,7 +149,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 # ---- Both runs ----
 
 
-def run(checkout: Path, private: bool, output: Path, words: Sequence[str]) -> dict[str, Any]:
+def run(checkout, private, output, words):
     """Runs the tests of a checkout; returns test -> its outcome and the reason.
 
     Args:
@@ -177,9 +176,9 @@ def run(checkout: Path, private: bool, output: Path, words: Sequence[str]) -> di
     return read(output)
 
 
-def read(output: Path) -> dict[str, Any]:
+def read(output):
     """Reads test -> its outcome and the reason, from the lines of one run."""
-    found: dict[str, Any] = {}
+    found = {}
     for text in output.read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         before = found.get(line["test"])
@@ -188,7 +187,7 @@ def read(output: Path) -> dict[str, Any]:
     return found
 
 
-def compare(plain: Mapping[str, Any], private: Mapping[str, Any]) -> dict[str, Any]:
+def compare(plain, private):
     """Returns how the tests ended with the plain Trainer, and what became of those that passed."""
     passing = [test for test, found in plain.items() if found["outcome"] == PASSED]
     others = {test: private.get(test, _MISSING) for test in passing}
@@ -206,7 +205,7 @@ def compare(plain: Mapping[str, Any], private: Mapping[str, Any]) -> dict[str, A
 _MISSING = {"outcome": FAILED, "reason": "was not run"}
 
 
-def _explained(test: str, reason: str) -> dict[str, str]:
+def _explained(test, reason):
     """Returns why a test does not pass, with our words if they refused it, and no others."""
     if reason.startswith(_REFUSAL):
         text = re.sub(
@@ -240,7 +239,7 @@ EXPLAINED = {
 """Why a test fails with ours that is refused nothing -> its names, without ``test_``."""
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+def main(argv=None):
     """Runs the tests with both, writes the comparison, and returns it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -258,7 +257,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     return record
 
 
-def _version(checkout: Path) -> str:
+def _version(checkout):
     path = checkout / "src/transformers/__init__.py"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = re.search(r'^__version__ = "(.*)"', text, re.MULTILINE)

@@ -1,7 +1,6 @@
 """The tests of a checkout of transformers are run with the Trainer, and with ours in its place."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -30,9 +29,7 @@ def test_fails_with_both():
 
 
 @pytest.mark.slow
-def test_a_checkout_is_run_twice_and_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkout_is_run_twice_and_compared(tmp_path, capsys):
     checkout = tmp_path / "checkout"
     (checkout / "tests/trainer").mkdir(parents=True)
     (checkout / "tests/trainer/test_own.py").write_text(CHECKOUT)
@@ -50,7 +47,7 @@ def test_a_checkout_is_run_twice_and_compared(
     assert capsys.readouterr().out.endswith(checks.host_tests(record))
 
 
-def test_a_passed_teardown_does_not_hide_a_failed_call(tmp_path: Path) -> None:
+def test_a_passed_teardown_does_not_hide_a_failed_call(tmp_path):
     parts = [("setup", "passed"), ("call", "failed"), ("teardown", "passed")]
     lines = [{"test": "t", "when": w, "outcome": o, "reason": w} for w, o in parts]
     path = tmp_path / "outcomes.jsonl"
@@ -58,7 +55,7 @@ def test_a_passed_teardown_does_not_hide_a_failed_call(tmp_path: Path) -> None:
     assert host_tests.read(path) == {"t": {"outcome": "failed", "reason": "call"}}
 
 
-def test_a_test_missing_from_our_results_did_not_pass() -> None:
+def test_a_test_missing_from_our_results_did_not_pass():
     passed = {"outcome": "passed", "reason": ""}
     record = host_tests.compare({"f.py::C::t": passed, "f.py::u": passed}, {"f.py::u": passed})
     assert record["private"] == {"failed": 1, "passed": 1}

@@ -5,18 +5,16 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import peft
 import pytest
 from huggingface_hub import constants
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification
 
 from dp_grape_hf.accounting import Releases, compose_epsilon, find_noise_multiplier, rounded_up
 from dp_grape_hf.arguments import PrivacyPlan
@@ -24,7 +22,7 @@ from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger, find_earlier
 from dp_grape_hf.ledger.entries import SAME_DATA
 from dp_grape_hf.publishing import MISMATCH, render, verify
-from tests.support.hub_server import TOKEN, Fault, Hub, serve_as_the_hub
+from tests.support.hub_server import TOKEN, Fault, serve_as_the_hub
 from tests.support.ledgers import MECHANISM
 from tests.support.models import only
 from tests.support.trainers import (
@@ -36,34 +34,34 @@ from tests.support.trainers import (
 
 NAME = "bert-classifier"
 DATA = examples_of(NAME, 24)
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def _trained(trainer: Any) -> Path:
+def _trained(trainer):
     """The folder of a run that was made."""
     trainer.train()
     trainer.save_model()
     return Path(trainer.args.output_dir)
 
 
-def _trainer(folder: Path, model: nn.Module, **changes: Any) -> Any:
+def _trainer(folder, model, **changes):
     """Of a model that knows where it was loaded from."""
     return make_trainer(folder, model=model, train_dataset=DATA, **changes)
 
 
-def _load(folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_pretrained(folder)
+def _load(folder):
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
     return model
 
 
 @pytest.fixture(scope="module")
-def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def first_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first") / "run"
     return _trained(_trainer(folder, only(NAME).model(), **SAVING))
 
 
 @pytest.fixture
-def first(first_run: Path, tmp_path: Path) -> Path:
+def first(first_run, tmp_path):
     return Path(shutil.copytree(first_run, tmp_path / "first"))
 
 
@@ -71,9 +69,7 @@ def first(first_run: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoint-2"])
-def test_the_trainer_asks_which_data_an_earlier_run_used(
-    place: str, first: Path, tmp_path: Path
-) -> None:
+def test_the_trainer_asks_which_data_an_earlier_run_used(place, first, tmp_path):
     with pytest.raises(PrivacyError) as refusal:
         _trainer(tmp_path / "second", _load(first / place))
     epsilon = Ledger.load(first / LEDGER_NAME).epsilon()
@@ -84,7 +80,7 @@ def test_the_trainer_asks_which_data_an_earlier_run_used(
     assert "earlier_data='other'" in text
 
 
-def test_a_model_without_a_ledger_accepts_no_earlier_data(tmp_path: Path) -> None:
+def test_a_model_without_a_ledger_accepts_no_earlier_data(tmp_path):
     only(NAME).model().save_pretrained(tmp_path / "public")
     for model in (only(NAME).model(), _load(tmp_path / "public")):
         _trainer(tmp_path / "out", model)
@@ -92,9 +88,7 @@ def test_a_model_without_a_ledger_accepts_no_earlier_data(tmp_path: Path) -> Non
             _trainer(tmp_path / "out", model, earlier_data="other")
 
 
-def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(
-    first: Path, tmp_path: Path
-) -> None:
+def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(first, tmp_path):
     second = _trained(_trainer(tmp_path / "second", _load(first), method="adam"))
     ledger = Ledger.load(second / LEDGER_NAME)
     assert not ledger.private
@@ -102,7 +96,7 @@ def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(
     third = _trainer(tmp_path / "third", _load(second), earlier_data="same")
     assert third.privacy_spent().epsilon == math.inf
     assert not third.privacy_spent().private
-    given: Any = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
+    given = {"earlier_data": "same", "noise_multiplier": None, "target_epsilon": 5.0}
     with pytest.raises(PrivacyError, match=r"target_epsilon=5\.0 cannot be met"):
         _trainer(tmp_path / "third", _load(second), **given)
     fourth = _trainer(tmp_path / "fourth", _load(second), earlier_data="other")
@@ -110,7 +104,7 @@ def test_a_method_without_privacy_voids_the_guarantee_of_later_runs(
     assert fourth.privacy_spent().private
 
 
-def test_an_earlier_ledger_may_be_given_by_its_path(first: Path, tmp_path: Path) -> None:
+def test_an_earlier_ledger_may_be_given_by_its_path(first, tmp_path):
     for path in (first, first / LEDGER_NAME):
         args = make_args(tmp_path, earlier_ledger=str(path), earlier_data="same")
         earlier = find_earlier(TinyForSequenceClassification(), args)
@@ -125,7 +119,7 @@ def test_an_earlier_ledger_may_be_given_by_its_path(first: Path, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adapters_and_model_init_ask_for_the_earlier_data_too(first: Path, tmp_path: Path) -> None:
+def test_adapters_and_model_init_ask_for_the_earlier_data_too(first, tmp_path):
     adapter = get_peft_model(_load(first), LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(PrivacyError, match="earlier_data=None"):
         _trainer(tmp_path / "second", adapter, method="dp_lora")
@@ -134,7 +128,7 @@ def test_adapters_and_model_init_ask_for_the_earlier_data_too(first: Path, tmp_p
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_a_loaded_adapter_asks_for_the_ledger_of_its_run(tmp_path: Path) -> None:
+def test_a_loaded_adapter_asks_for_the_ledger_of_its_run(tmp_path):
     """PEFT does not say where it was loaded from, so its config has a note."""
     settings = LoraConfig(r=2, target_modules=["query"])
     adapter = get_peft_model(only(NAME).model(), settings)
@@ -150,7 +144,7 @@ def test_a_loaded_adapter_asks_for_the_ledger_of_its_run(tmp_path: Path) -> None
     assert [run.steps for run in earlier.runs] == [4]
 
 
-def test_a_part_of_another_model_asks_for_earlier_data(first: Path, tmp_path: Path) -> None:
+def test_a_part_of_another_model_asks_for_earlier_data(first, tmp_path):
     with pytest.raises(PrivacyError, match="earlier_data=None"):
         find_earlier(nn.Sequential(_load(first)), make_args(tmp_path))
     trainers = [make_trainer(tmp_path / name) for name in ("one", "other")]
@@ -161,9 +155,7 @@ def test_a_part_of_another_model_asks_for_earlier_data(first: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("derived", [nn.Module.train, deepcopy, nn.Sequential])
-def test_earlier_runs_of_this_process_are_known_without_folder(
-    derived: Callable[[nn.Module], nn.Module], tmp_path: Path
-) -> None:
+def test_earlier_runs_of_this_process_are_known_without_folder(derived, tmp_path):
     model = TinyForSequenceClassification()
     early = make_trainer(tmp_path / "early", model=model)  # has released nothing yet
     trainer = make_trainer(tmp_path / "first", model=model)
@@ -189,7 +181,7 @@ class _OfNowhere(TinyForSequenceClassification):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+def hub(monkeypatch, tmp_path):
     """A Hub, an empty cache, and a token that may read."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with serve_as_the_hub(monkeypatch) as server:
@@ -197,15 +189,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         yield server
 
 
-def _go_offline(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+def _go_offline(hub, patch):
     patch.setattr(constants, "HF_HUB_OFFLINE", True)
 
 
-def _failing(**how: Any) -> Callable[[Hub, pytest.MonkeyPatch], None]:
+def _failing(**how):
     return lambda hub, patch: hub.faults.append(Fault("HEAD", LEDGER_NAME, times=99, **how))
 
 
-FAILURES: dict[str, tuple[Callable[[Hub, pytest.MonkeyPatch], None], str]] = {
+FAILURES = {
     "401": (lambda hub, patch: patch.setenv("HF_TOKEN", "hf_wrong"), "NotFoundError: 401"),
     "503": (_failing(status=503), "HfHubHTTPError: Server error"),
     "no connection": (_failing(), "RemoteProtocolError"),
@@ -215,9 +207,7 @@ FAILURES: dict[str, tuple[Callable[[Hub, pytest.MonkeyPatch], None], str]] = {
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_look_up_that_fails_is_no_answer(
-    name: str, hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_look_up_that_fails_is_no_answer(name, hub, tmp_path, monkeypatch):
     hub.add("user/model", {"config.json": b"{}"})
     fail, reason = FAILURES[name]
     fail(hub, monkeypatch)
@@ -236,9 +226,7 @@ def test_a_look_up_that_fails_is_no_answer(
     assert find_earlier(_OfHub(), make_args(tmp_path, noise_multiplier=0.0)) is None
 
 
-def test_offline_the_cache_knows_that_a_commit_lacks_a_ledger(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offline_the_cache_knows_that_a_commit_lacks_a_ledger(hub, tmp_path, monkeypatch):
     """It knows of the commit that somebody looked at, and of no other."""
     hub.add("user/model", {"config.json": b"{}"})
     commit = hub.repos["user/model"].branches["main"][-1].oid
@@ -255,9 +243,7 @@ def test_offline_the_cache_knows_that_a_commit_lacks_a_ledger(
             find_earlier(model, make_args(tmp_path))
 
 
-def test_a_ledger_in_the_cache_is_read_offline(
-    hub: Hub, first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ledger_in_the_cache_is_read_offline(hub, first, tmp_path, monkeypatch):
     hub.add("user/model", {LEDGER_NAME: (first / LEDGER_NAME).read_bytes()})
     for _ in range(2):
         with pytest.raises(PrivacyError, match=r"comes from an earlier run.* in 4 releases"):
@@ -265,7 +251,7 @@ def test_a_ledger_in_the_cache_is_read_offline(
         _go_offline(hub, monkeypatch)
 
 
-def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path: Path) -> None:
+def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path):
     with pytest.raises(PrivacyError, match=r"a folder/that is/gone.*no folder here"):
         find_earlier(_OfNowhere(), make_args(tmp_path))
     assert find_earlier(_OfNowhere(), make_args(tmp_path, earlier_data="other")) is None
@@ -275,9 +261,7 @@ def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_on_the_same_data_the_budget_covers_both_runs(
-    first: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_on_the_same_data_the_budget_covers_both_runs(first, tmp_path, caplog):
     before = Ledger.load(first / LEDGER_NAME)
     spent = before.epsilon()
     target = spent + 2.0
@@ -311,7 +295,7 @@ def test_on_the_same_data_the_budget_covers_both_runs(
     assert MISMATCH not in {check.status for check in verify(tmp_path / "second")}
 
 
-def test_a_budget_already_spent_is_refused_with_both_numbers(first: Path, tmp_path: Path) -> None:
+def test_a_budget_already_spent_is_refused_with_both_numbers(first, tmp_path):
     spent = Ledger.load(first / LEDGER_NAME).epsilon()
     with pytest.raises(PrivacyError, match=rf"target_epsilon=0.5 is spent .* {spent:.4g} at"):
         _trainer(
@@ -323,19 +307,17 @@ def test_a_budget_already_spent_is_refused_with_both_numbers(first: Path, tmp_pa
         )
 
 
-def test_runs_about_other_neighbours_are_refused_before_training(
-    first: Path, tmp_path: Path
-) -> None:
-    given: Any = {"adjacency": "replace_one"}
+def test_runs_about_other_neighbours_are_refused_before_training(first, tmp_path):
+    given = {"adjacency": "replace_one"}
     with pytest.raises(PrivacyError, match="adjacency='replace_one'"):
         _trainer(tmp_path / "second", _load(first), earlier_data="same", **given)
     _trainer(tmp_path / "second", _load(first), earlier_data="other", **given)
 
 
-def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> None:
+def test_noise_is_found_where_earlier_releases_leave_little(tmp_path):
     earlier = [Releases(2.0, 0.1, 100)]
     used = compose_epsilon(earlier, delta=1e-5, accountant="rdp")
-    given: Any = {"sample_rate": 0.1, "steps": 50, "accountant": "rdp"}
+    given = {"sample_rate": 0.1, "steps": 50, "accountant": "rdp"}
     target = used * 1.01
     sigma = find_noise_multiplier(
         target_epsilon=target, target_delta=1e-5, earlier=earlier, **given
@@ -351,7 +333,7 @@ def test_noise_is_found_where_earlier_releases_leave_little(tmp_path: Path) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", [None, 8.0])
-def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_not_a_new_one(target, first, tmp_path):
     out = tmp_path / "second"
     given = {**SAVING, "noise_multiplier": None if target else 1.0, "target_epsilon": target}
     second = _trainer(out, _load(first), earlier_data="same", **given)
@@ -371,7 +353,7 @@ def test_a_resumed_run_is_not_a_new_one(target: float | None, first: Path, tmp_p
         assert resumed.privacy_spent().epsilon == pytest.approx(resumed.ledger.epsilon())
 
 
-def test_a_second_run_in_a_folder_is_refused_with_remedy(tmp_path: Path) -> None:
+def test_a_second_run_in_a_folder_is_refused_with_remedy(tmp_path):
     """A trainer of that folder may be made, as it may evaluate or resume."""
     first = _trained(make_trainer(tmp_path / "out", **SAVING))
     live = first / LEDGER_NAME
@@ -398,7 +380,7 @@ def test_a_second_run_in_a_folder_is_refused_with_remedy(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_folder_without_releases_may_be_used_again(tmp_path: Path) -> None:
+def test_a_folder_without_releases_may_be_used_again(tmp_path):
     Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     for settings in ({"noise_multiplier": 0.0}, {"method": "adam"}, {}):
         make_trainer(tmp_path, **settings).train()
@@ -410,7 +392,7 @@ def test_a_folder_without_releases_may_be_used_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_counts_what_it_began_with(first, tmp_path):
     out = tmp_path / "second"
     _trainer(out, _load(first), earlier_data="same", **SAVING).train()
     resumed = _trainer(out, only(NAME).model(), **SAVING)
@@ -421,7 +403,7 @@ def test_a_resumed_run_counts_what_it_began_with(first: Path, tmp_path: Path) ->
 # ---- One process at a time ----
 
 
-def _in_a_fork(path: Path, end: Callable[[int], object]) -> int:
+def _in_a_fork(path, end):
     """Starts a run in another process, and returns its exit code: 1 if it was refused.
 
     ``end`` is called with the number of the process while that holds the run, if it does.
@@ -443,16 +425,16 @@ def _in_a_fork(path: Path, end: Callable[[int], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def _kill(process: int) -> None:
+def _kill(process):
     os.kill(process, signal.SIGKILL)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_run_of_another_living_process_is_not_joined(tmp_path: Path) -> None:
+def test_a_run_of_another_living_process_is_not_joined(tmp_path):
     path = tmp_path / LEDGER_NAME
 
-    def refused(process: int) -> None:
+    def refused(process):
         content = path.read_text()
         with pytest.raises(PrivacyError, match="another process that still runs"):
             Ledger.start(MECHANISM, path)
@@ -472,7 +454,7 @@ def test_a_run_of_another_living_process_is_not_joined(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path: Path) -> None:
+def test_a_fork_that_ends_leaves_the_lock_with_its_parent(tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = Ledger.start(MECHANISM, path)
     child = os.fork()

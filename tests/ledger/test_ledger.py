@@ -5,10 +5,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +22,7 @@ from tests.support.trainers import make_args
 LOCK_NAME = f".{LEDGER_NAME}.lock"
 
 
-def _unplaced(ledger: Ledger) -> Ledger:
+def _unplaced(ledger):
     return Ledger(ledger.links)
 
 
@@ -48,7 +45,7 @@ def _unplaced(ledger: Ledger) -> Ledger:
     ],
     ids=["plain", "no budget", "odd values"],
 )
-def test_a_ledger_survives_saving_and_loading(mechanism: Mechanism, tmp_path: Path) -> None:
+def test_a_ledger_survives_saving_and_loading(mechanism, tmp_path):
     path = tmp_path / "new" / "folder" / LEDGER_NAME
     ledger = Ledger.start(mechanism, path)
     assert Ledger.load(path) == _unplaced(ledger)
@@ -61,7 +58,7 @@ def test_a_ledger_survives_saving_and_loading(mechanism: Mechanism, tmp_path: Pa
     assert (loaded.steps, loaded.updates, loaded.mechanism) == (42, 40, mechanism)
 
 
-def test_the_file_holds_public_facts_only(tmp_path: Path) -> None:
+def test_the_file_holds_public_facts_only(tmp_path):
     """Every key is listed here, so that a new one is looked at before it is published."""
     path = tmp_path / LEDGER_NAME
     ledger = ledger_of(3, path=path)
@@ -94,7 +91,7 @@ def test_the_file_holds_public_facts_only(tmp_path: Path) -> None:
 # ---- Recording ----
 
 
-def test_releases_are_run_length_coded_and_appended(tmp_path: Path) -> None:
+def test_releases_are_run_length_coded_and_appended(tmp_path):
     ledger = Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     assert ledger.steps == 0
     for done in range(1, 6):
@@ -105,16 +102,14 @@ def test_releases_are_run_length_coded_and_appended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.0, None])
-def test_only_whole_positive_numbers_of_releases_are_recorded(steps: Any) -> None:
+def test_only_whole_positive_numbers_of_releases_are_recorded(steps):
     ledger = Ledger.start(MECHANISM)
     with pytest.raises(PrivacyError, match="steps="):
         ledger.record(steps)
     assert ledger.steps == 0
 
 
-def test_only_a_ledger_started_with_a_path_writes_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_a_ledger_started_with_a_path_writes_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ledger = ledger_of(2)
     ledger.mark_not_private("a test")
@@ -126,7 +121,7 @@ def test_only_a_ledger_started_with_a_path_writes_there(
     assert path.read_bytes() == before
 
 
-def test_a_new_run_keeps_the_ledger_of_the_one_before(tmp_path: Path) -> None:
+def test_a_new_run_keeps_the_ledger_of_the_one_before(tmp_path):
     path = tmp_path / LEDGER_NAME
     first = ledger_of(7, path=path)
     second = Ledger.start(MECHANISM, path)
@@ -135,7 +130,7 @@ def test_a_new_run_keeps_the_ledger_of_the_one_before(tmp_path: Path) -> None:
     assert Ledger.load(kept) == _unplaced(first)
 
 
-def test_a_snapshot_cannot_hold_more_updates_than_releases() -> None:
+def test_a_snapshot_cannot_hold_more_updates_than_releases():
     ledger = ledger_of(3)
     assert ledger.snapshot(3).updates == 3
     for updates in (4, -1):
@@ -155,8 +150,8 @@ def test_a_snapshot_cannot_hold_more_updates_than_releases() -> None:
     ],
 )
 def test_a_failed_write_stops_the_release_and_loses_none(
-    call: str, done: bool, steps: int, left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    call, done, steps, left, tmp_path, monkeypatch
+):
     """A line that may have been written stays; a file that was to be written anew does not.
 
     Also if the write is ``done`` before it raises.
@@ -166,7 +161,7 @@ def test_a_failed_write_stops_the_release_and_loses_none(
 
     original = getattr(os, call)
 
-    def fail(*given: Any) -> None:
+    def fail(*given):
         if done:
             original(*given)
         raise OSError("disk full")
@@ -183,7 +178,7 @@ def test_a_failed_write_stops_the_release_and_loses_none(
 
 
 @pytest.mark.parametrize("saved", [False, True], ids=["another release", "the first since a save"])
-def test_a_torn_line_counts_as_a_release(saved: bool, tmp_path: Path) -> None:
+def test_a_torn_line_counts_as_a_release(saved, tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = ledger_of(3, path=path)
     if saved:
@@ -202,7 +197,7 @@ def test_a_torn_line_counts_as_a_release(saved: bool, tmp_path: Path) -> None:
         Ledger.load(path)
 
 
-def test_a_ledger_of_version_1_is_read_and_goes_on(run: tuple[Path, Path]) -> None:
+def test_a_ledger_of_version_1_is_read_and_goes_on(run):
     """It was one JSON object, with the same entries and digests."""
     for path in run:
         content = content_of(path) | {"schema_version": 1}
@@ -216,7 +211,7 @@ def test_a_ledger_of_version_1_is_read_and_goes_on(run: tuple[Path, Path]) -> No
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path):
     """At 20 moments; at most one more was recorded than acknowledged."""
     path, moments = tmp_path / LEDGER_NAME, random.Random(0)
     for _ in range(20):
@@ -246,7 +241,7 @@ def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path: Pat
 # ---- Epsilon ----
 
 
-def test_epsilon_needs_a_delta() -> None:
+def test_epsilon_needs_a_delta():
     ledger = Ledger.start(replace(MECHANISM, target_delta=None))
     with pytest.raises(PrivacyError, match="target_delta=None"):
         ledger.epsilon()
@@ -263,9 +258,7 @@ def test_epsilon_needs_a_delta() -> None:
     ],
     ids=str,
 )
-def test_a_mechanism_without_a_guarantee_is_never_private(
-    change: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_a_mechanism_without_a_guarantee_is_never_private(change, reason, tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = Ledger.start(replace(MECHANISM, **change), path)
     assert not ledger.private
@@ -275,7 +268,7 @@ def test_a_mechanism_without_a_guarantee_is_never_private(
     assert Ledger.load(path).epsilon() == math.inf
 
 
-def test_not_private_is_for_good(tmp_path: Path) -> None:
+def test_not_private_is_for_good(tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = ledger_of(1, path=path)
     assert ledger.private
@@ -294,7 +287,7 @@ def test_not_private_is_for_good(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> tuple[Path, Path]:
+def run(tmp_path):
     """A run that saved a checkpoint after 20 updates and crashed after 25 releases."""
     live, copy = tmp_path / LEDGER_NAME, tmp_path / "checkpoint-20" / LEDGER_NAME
     ledger = ledger_of(20, path=live)
@@ -303,7 +296,7 @@ def run(tmp_path: Path) -> tuple[Path, Path]:
     return live, copy
 
 
-def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> None:
+def test_releases_after_the_checkpoint_stay_spent(run):
     live, copy = run
     ledger = Ledger.resume(live, copy, MECHANISM, updates=20)
     assert (ledger.steps, ledger.updates, ledger.path) == (25, 20, live)
@@ -314,9 +307,7 @@ def test_releases_after_the_checkpoint_stay_spent(run: tuple[Path, Path]) -> Non
     assert Ledger.load(live).goes_on_from(Ledger.load(copy))
 
 
-def test_a_run_resumed_in_another_folder_counts_all_releases(
-    run: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_run_resumed_in_another_folder_counts_all_releases(run, tmp_path):
     live = tmp_path / "elsewhere" / LEDGER_NAME
     ledger = Ledger.resume(live, run[1], MECHANISM, updates=20)
     assert ledger.steps == Ledger.load(live).steps == 25
@@ -325,7 +316,7 @@ def test_a_run_resumed_in_another_folder_counts_all_releases(
     assert Ledger.resume(run[0], run[1], MECHANISM, updates=20).steps == 25
 
 
-def test_the_larger_count_of_two_folders_counts(run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_larger_count_of_two_folders_counts(run, tmp_path):
     live = tmp_path / "elsewhere" / LEDGER_NAME
     Ledger.resume(live, run[1], MECHANISM, updates=20)
     Ledger.resume(run[0], run[1], MECHANISM, updates=20).record(4)
@@ -333,9 +324,7 @@ def test_the_larger_count_of_two_folders_counts(run: tuple[Path, Path], tmp_path
 
 
 @pytest.mark.parametrize("beside", [None, 50], ids=["nothing", "another run"])
-def test_a_moved_checkpoint_continues_from_its_saved_count(
-    beside: int | None, run: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_moved_checkpoint_continues_from_its_saved_count(beside, run, tmp_path):
     moved = tmp_path / "moved" / "checkpoint-20"
     shutil.copytree(run[1].parent, moved)
     if beside:
@@ -345,7 +334,7 @@ def test_a_moved_checkpoint_continues_from_its_saved_count(
     assert ledger.steps == Ledger.load(live).steps == 20
 
 
-def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
+def test_reasons_in_either_file_are_kept(run):
     """A branch that released nothing may have noted one in the copy alone."""
     for path, reasons in zip(run, (["both", "live"], ["copy", "both"]), strict=True):
         writer = Ledger.load(path)
@@ -356,7 +345,7 @@ def test_reasons_in_either_file_are_kept(run: tuple[Path, Path]) -> None:
     assert ledger.not_private_reasons == ["both", "live", "copy"]
 
 
-OTHER_VALUES: dict[str, Any] = {
+OTHER_VALUES = {
     **{"noise_multiplier": 1.25, "public_dataset": "sentences, 100 examples", "sample_rate": 0.125},
     **{"max_grad_norm": 1.0, "expected_batch_size": 128.0, "num_samples": 1025},
     **{"target_epsilon": 7.0, "target_delta": 1e-6, "accountant": "pld", "engine": "functorch"},
@@ -370,7 +359,7 @@ OTHER_VALUES: dict[str, Any] = {
 }
 
 
-def test_every_field_of_a_mechanism_is_tried_on_resume() -> None:
+def test_every_field_of_a_mechanism_is_tried_on_resume():
     assert set(OTHER_VALUES) == {f.name for f in fields(Mechanism)} - {
         "max_batch_size",
         "norm_directions",
@@ -379,9 +368,9 @@ def test_every_field_of_a_mechanism_is_tried_on_resume() -> None:
 
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
-def test_resuming_with_another_mechanism_is_refused(name: str, run: tuple[Path, Path]) -> None:
+def test_resuming_with_another_mechanism_is_refused(name, run):
     live, copy = run
-    with_it: dict[str, Any] = {}
+    with_it = {}
     if name in LEFT_OUT_IF_NONE:
         with_it = {other: OTHER_VALUES[other] for other in LEFT_OUT_IF_NONE}
     other = replace(MECHANISM, **with_it | {name: OTHER_VALUES[name]})
@@ -397,7 +386,7 @@ def test_resuming_with_another_mechanism_is_refused(name: str, run: tuple[Path, 
     assert ("number of processes" in str(refusal.value)) == (name == "expected_batch_size")
 
 
-def test_resuming_with_other_weights_is_refused(run: tuple[Path, Path]) -> None:
+def test_resuming_with_other_weights_is_refused(run):
     with pytest.raises(PrivacyError, match=r"updates=10, but .* with 20 updates"):
         Ledger.resume(*run, MECHANISM, updates=10)
     Ledger.start(MECHANISM).save(run[1])
@@ -405,14 +394,14 @@ def test_resuming_with_other_weights_is_refused(run: tuple[Path, Path]) -> None:
         Ledger.resume(*run, MECHANISM, updates=20)
 
 
-def test_resuming_inside_another_run_is_refused(run: tuple[Path, Path]) -> None:
+def test_resuming_inside_another_run_is_refused(run):
     live, copy = run
     other = ledger_of(100, path=live)
     with pytest.raises(PrivacyError, match=f"different runs, {other.run_id}"):
         Ledger.resume(live, copy, MECHANISM, updates=20)
 
 
-def test_a_live_ledger_behind_its_checkpoint_is_refused(run: tuple[Path, Path]) -> None:
+def test_a_live_ledger_behind_its_checkpoint_is_refused(run):
     live, copy = run
     behind = Ledger(Ledger.load(copy).links[:1])
     behind.record(19)
@@ -421,7 +410,7 @@ def test_a_live_ledger_behind_its_checkpoint_is_refused(run: tuple[Path, Path]) 
         Ledger.resume(live, copy, MECHANISM, updates=20)
 
 
-def test_branches_that_both_released_are_refused(run: tuple[Path, Path], tmp_path: Path) -> None:
+def test_branches_that_both_released_are_refused(run, tmp_path):
     """Either alone would count its own releases, and the larger count is not all of them."""
     elsewhere = tmp_path / "elsewhere" / LEDGER_NAME
     Ledger.resume(elsewhere, run[1], MECHANISM, updates=20).record(3)
@@ -436,7 +425,7 @@ def test_branches_that_both_released_are_refused(run: tuple[Path, Path], tmp_pat
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["live", "checkpoint"])
-def test_a_damaged_file_is_refused_by_name(which: int, run: tuple[Path, Path]) -> None:
+def test_a_damaged_file_is_refused_by_name(which, run):
     path = run[which]
     whole = path.read_bytes()
     for content in (b"", whole[:-40], b"\xff\x00"):
@@ -449,9 +438,7 @@ def test_a_damaged_file_is_refused_by_name(which: int, run: tuple[Path, Path]) -
             Ledger.resume(*run, MECHANISM, updates=20)
 
 
-def test_a_run_names_the_accountant_that_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_names_the_accountant_that_answers(tmp_path, monkeypatch):
     """The one asked for may have to give up; the others bound the same releases."""
     changes = {"accountant": "prv", "noise_multiplier": 2.0, "target_delta": 1e-5, "max_steps": 9}
     args = make_args(tmp_path, **changes)
@@ -467,7 +454,7 @@ def test_a_run_names_the_accountant_that_answers(
 # ---- The chain ----
 
 
-def _story(path: Path) -> Ledger:
+def _story(path):
     """A run with an entry of nearly every kind."""
     ledger = ledger_of(20, path=path)
     copy = path.parent / "checkpoint-20" / LEDGER_NAME
@@ -479,7 +466,7 @@ def _story(path: Path) -> Ledger:
     return ledger
 
 
-TAMPERING: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+TAMPERING = {
     "a count": lambda e: e[1].update(count=19),
     "the last entry": lambda e: e[6].update(reason="another"),
     "a digest of weights": lambda e: e[2]["files"].update({"model.safetensors": "2" * 64}),
@@ -495,7 +482,7 @@ TAMPERING: dict[str, Callable[[list[dict[str, Any]]], object]] = {
 
 
 @pytest.mark.parametrize("what", TAMPERING)
-def test_an_edit_breaks_the_chain(what: str, tmp_path: Path) -> None:
+def test_an_edit_breaks_the_chain(what, tmp_path):
     path = tmp_path / LEDGER_NAME
     _story(path)
     Ledger.load(path)
@@ -504,7 +491,7 @@ def test_an_edit_breaks_the_chain(what: str, tmp_path: Path) -> None:
         Ledger.load(path)
 
 
-def test_what_a_chain_cannot_show(tmp_path: Path) -> None:
+def test_what_a_chain_cannot_show(tmp_path):
     """It shows edits, not lies: these have to be found by other means, if at all."""
     path = tmp_path / LEDGER_NAME
     honest = _story(path)
@@ -518,7 +505,7 @@ def test_what_a_chain_cannot_show(tmp_path: Path) -> None:
     assert Ledger.load(path).steps == 20_012
 
 
-def test_each_head_that_a_chain_had_can_be_checked_later(tmp_path: Path) -> None:
+def test_each_head_that_a_chain_had_can_be_checked_later(tmp_path):
     ledger = Ledger.start(MECHANISM)
     heads = [ledger.head]
     for _ in range(4):
@@ -537,7 +524,7 @@ def test_each_head_that_a_chain_had_can_be_checked_later(tmp_path: Path) -> None
     assert not ledger.has_ended_with(middle.head)
 
 
-def test_saving_the_same_weights_again_is_one_entry() -> None:
+def test_saving_the_same_weights_again_is_one_entry():
     ledger = ledger_of(2)
     ledger.snapshot(2, {"a.bin": "1" * 64})
     head = ledger.head
@@ -549,7 +536,7 @@ def test_saving_the_same_weights_again_is_one_entry() -> None:
 
 
 @pytest.mark.parametrize("how", ["starts", "resumes"])
-def test_a_run_stops_when_another_writes_where_it_did(how: str, run: tuple[Path, Path]) -> None:
+def test_a_run_stops_when_another_writes_where_it_did(how, run):
     """Its next record would write over what the other one released."""
     one, another = (
         Ledger.resume(*run, MECHANISM, updates=20)
@@ -563,7 +550,7 @@ def test_a_run_stops_when_another_writes_where_it_did(how: str, run: tuple[Path,
     assert Ledger.load(run[0]) == _unplaced(another)
 
 
-def test_a_live_file_that_was_deleted_is_written_again(tmp_path: Path) -> None:
+def test_a_live_file_that_was_deleted_is_written_again(tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = ledger_of(3, path=path)
     path.unlink()
@@ -574,7 +561,7 @@ def test_a_live_file_that_was_deleted_is_written_again(tmp_path: Path) -> None:
 # ---- Runs that continue others ----
 
 
-def test_releases_on_other_data_are_recorded_and_do_not_compose() -> None:
+def test_releases_on_other_data_are_recorded_and_do_not_compose():
     first, alone = ledger_of(100), ledger_of(50)
     first.mark_not_private("the first")
     second = ledger_of(50, continues=first, same_data=False)
@@ -586,7 +573,7 @@ def test_releases_on_other_data_are_recorded_and_do_not_compose() -> None:
 
 
 @pytest.mark.parametrize("change", [{"adjacency": "replace_one"}, {"privacy_unit": "author"}])
-def test_runs_about_different_neighbours_do_not_add_up(change: dict[str, Any]) -> None:
+def test_runs_about_different_neighbours_do_not_add_up(change):
     first = Ledger.start(MECHANISM)
     with pytest.raises(PrivacyError, match=f"{next(iter(change))}=.* do not add up"):
         Ledger.start(replace(MECHANISM, **change), continues=first)
@@ -596,7 +583,7 @@ def test_runs_about_different_neighbours_do_not_add_up(change: dict[str, Any]) -
 # ---- Validation ----
 
 
-IMPOSSIBLE: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {
+IMPOSSIBLE = {
     (): [("schema_version", 7)],
     ("entries",): [(0, [])],
     (0,): [
@@ -630,13 +617,11 @@ IMPOSSIBLE: dict[tuple[Any, ...], list[tuple[Any, Any]]] = {
     [(place, *pair) for place, pairs in IMPOSSIBLE.items() for pair in pairs],
     ids=str,
 )
-def test_a_file_that_says_something_impossible_is_refused(
-    place: tuple[Any, ...], key: Any, value: Any, tmp_path: Path
-) -> None:
+def test_a_file_that_says_something_impossible_is_refused(place, key, value, tmp_path):
     path = tmp_path / LEDGER_NAME
     _story(path)
 
-    def change(content: Any) -> None:
+    def change(content):
         for step in ("entries", *place) if place and place[0] != "entries" else place:
             content = content[step]
         content[key] = value
@@ -652,13 +637,13 @@ def test_a_file_that_says_something_impossible_is_refused(
 
 
 @pytest.mark.parametrize("place", [None, 0, 1, 2, 4, 6], ids=str)
-def test_a_missing_key_is_refused(place: int | None, tmp_path: Path) -> None:
+def test_a_missing_key_is_refused(place, tmp_path):
     path = tmp_path / LEDGER_NAME
     ledger = _story(path)
     whole = content_of(path)
     for key in ("schema_version",) if place is None else whole["entries"][place]:
 
-        def drop(content: Any, key: str = key) -> None:
+        def drop(content, key=key):
             del (content if place is None else content["entries"][place])[key]
 
         ledger.save(path)
@@ -676,9 +661,7 @@ def test_a_missing_key_is_refused(place: int | None, tmp_path: Path) -> None:
         (lambda e: e.append(e[0] | {"continues": "same data"}), "is that of a run before it"),
     ],
 )
-def test_entries_that_do_not_belong_together_are_refused(
-    change: Callable[[list[Any]], object], message: str, tmp_path: Path
-) -> None:
+def test_entries_that_do_not_belong_together_are_refused(change, message, tmp_path):
     path = tmp_path / LEDGER_NAME
     _story(path)
     rewrite(path, lambda content: change(content["entries"]))
@@ -698,7 +681,7 @@ def test_entries_that_do_not_belong_together_are_refused(
     ],
     ids=["nan", "inf", "huge", "endless", "deep", "twice"],
 )
-def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_strict_json_is_refused(old, new, tmp_path):
     path = tmp_path / LEDGER_NAME
     Ledger.start(MECHANISM, path).record(20)
     path.write_text(path.read_text().replace(old, new))
@@ -707,7 +690,7 @@ def test_a_file_that_is_not_strict_json_is_refused(old: str, new: str, tmp_path:
 
 
 @pytest.mark.parametrize("version", [0, FILE_VERSION + 1])
-def test_any_file_of_another_schema_raises_the_same_error(version: int, tmp_path: Path) -> None:
+def test_any_file_of_another_schema_raises_the_same_error(version, tmp_path):
     path = tmp_path / LEDGER_NAME
     path.write_text(json.dumps({"schema_version": version, "releases": [], "later": {}}))
     with pytest.raises(PrivacyError) as refusal:
@@ -733,6 +716,6 @@ def test_any_file_of_another_schema_raises_the_same_error(version: int, tmp_path
     ],
     ids=str,
 )
-def test_a_wrong_mechanism_is_refused_by_field(change: dict[str, Any], message: str) -> None:
+def test_a_wrong_mechanism_is_refused_by_field(change, message):
     with pytest.raises(PrivacyError, match=message):
         replace(MECHANISM, **change)

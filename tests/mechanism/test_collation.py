@@ -1,8 +1,6 @@
 """A row is made of its own example and of coins of its own, whoever else was drawn."""
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,63 +26,63 @@ from tests.support.collators import longest_first, tokenizer
 Example = dict[str, Any]
 
 
-def ids(length: int, seed: int = 0) -> list[int]:
+def ids(length, seed=0):
     return torch.randint(5, 60, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def text(length: int, i: int) -> Example:
+def text(length, i):
     return {"input_ids": ids(length, i), "attention_mask": [1] * length, "labels": i % 3}
 
 
-def mixup(examples: list[Example]) -> dict[str, Tensor]:
+def mixup(examples):
     x = torch.tensor([e["x"] for e in examples])
     return {"x": 0.7 * x + 0.3 * x.flip(0), "labels": torch.tensor([e["labels"] for e in examples])}
 
 
-def normalised(examples: list[Example]) -> dict[str, Tensor]:
+def normalised(examples):
     x = torch.tensor([e["x"] for e in examples])
     return {"x": x - x.mean(), "labels": torch.tensor([e["labels"] for e in examples])}
 
 
-def tokens(length: int, i: int) -> Example:
+def tokens(length, i):
     return text(length, i) | {"labels": [i % 3] * length}
 
 
-def summary(length: int, i: int) -> Example:
+def summary(length, i):
     return text(length, i) | {"labels": ids(2 + i % 11, i)}
 
 
-def question(length: int, i: int) -> Example:
+def question(length, i):
     options = [ids(length + k, i + k) for k in range(3)]
     return {"input_ids": options, "attention_mask": [[1] * len(o) for o in options], "label": i % 3}
 
 
-def options(length: int, i: int) -> Example:
+def options(length, i):
     rows = [ids(length + k, i + k) for k in range(2)]
     return {"input_ids": rows, "answers": [ids(1 + i % 2, i), ids(2, i)], "labels": i % 2}
 
 
-def numbers(length: int, i: int) -> Example:
+def numbers(length, i):
     return {"x": [float(length), float(i)], "labels": i % 2}
 
 
-def with_holes(length: int, i: int) -> Example:
+def with_holes(length, i):
     row = text(8, i)
     return row | {"attention_mask": None} if length > 12 else row
 
 
-def boxes(length: int, i: int) -> Example:
+def boxes(length, i):
     return tokens(length, i) | {"labels": 1, "bbox": [[k, 1, 2, 3] for k in range(length)]}
 
 
-def with_boxes(examples: list[Example]) -> dict[str, Tensor]:
+def with_boxes(examples):
     longest = max(len(e["bbox"]) for e in examples)
     padded = [e["bbox"] + [[0] * 4] * (longest - len(e["bbox"])) for e in examples]
     texts = [{k: v for k, v in e.items() if k != "bbox"} for e in examples]
     return dict(DataCollatorWithPadding(tokenizer())(texts)) | {"bbox": torch.tensor(padded)}
 
 
-COLLATORS: dict[str, tuple[Callable[[list[Example]], Any], Callable[[int, int], Example]]] = {
+COLLATORS = {
     "padded right": (DataCollatorWithPadding(tokenizer()), text),
     "padded left": (DataCollatorWithPadding(tokenizer("left")), text),
     "tokens": (DataCollatorForTokenClassification(tokenizer()), tokens),
@@ -103,7 +101,7 @@ each_collator = pytest.mark.parametrize("name", COLLATORS)
 LENGTHS = (3, 30, 8, 9, 17, 17, 41, 5, 12, 24, 16, 2)
 
 
-def rows_of(batches: Any) -> list[dict[str, Any]]:
+def rows_of(batches):
     """Returns rows by themselves, as lists."""
     return [
         {k: v[i].tolist() if isinstance(v, Tensor) else v for k, v in batch.items()}
@@ -113,7 +111,7 @@ def rows_of(batches: Any) -> list[dict[str, Any]]:
 
 
 @each_collator
-def test_a_row_does_not_notice_who_else_is_drawn(name: str) -> None:
+def test_a_row_does_not_notice_who_else_is_drawn(name):
     """Neither the longest, nor the first, nor how many there are."""
     collator, make = COLLATORS[name]
     collate = LogicalBatchCollator(collator, 3)
@@ -126,7 +124,7 @@ def test_a_row_does_not_notice_who_else_is_drawn(name: str) -> None:
 
 
 @each_collator
-def test_a_row_equals_the_example_collated_alone_up_to_padding(name: str) -> None:
+def test_a_row_equals_the_example_collated_alone_up_to_padding(name):
     collator, make = COLLATORS[name]
     examples = [make(length, i) for i, length in enumerate(LENGTHS)]
     if name in ("stretched", "mixed", "normalised"):
@@ -137,7 +135,7 @@ def test_a_row_equals_the_example_collated_alone_up_to_padding(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ["padded left", "options", "boxes", "next words"])
-def test_texts_have_few_lengths(name: str) -> None:
+def test_texts_have_few_lengths(name):
     collator, make = COLLATORS[name]
     batches = LogicalBatchCollator(collator, 100)(
         [make(n, i) for n in range(1, 65) for i in (0, 1)]
@@ -148,14 +146,14 @@ def test_texts_have_few_lengths(name: str) -> None:
     assert sum(batches.sizes) == 128
 
 
-def test_the_grid_pads_by_less_than_a_half() -> None:
+def test_the_grid_pads_by_less_than_a_half():
     lengths = [Grid()(n) for n in range(1, 3000)]
     assert lengths == sorted(lengths)
     assert all(n <= grid < n + 8 or grid < 1.5 * n for n, grid in enumerate(lengths, 1))
     assert len(set(lengths)) < 20
 
 
-def test_padding_stays_within_the_positions_of_a_model() -> None:
+def test_padding_stays_within_the_positions_of_a_model():
     longest = 43
     own = RowCollator(COLLATORS["padded left"][0], Grid(longest))
     for length in range(1, longest + 1):
@@ -164,8 +162,8 @@ def test_padding_stays_within_the_positions_of_a_model() -> None:
     assert own([text(longest + 1, 0)])["input_ids"].shape[1] >= longest + 1  # the model's affair
 
 
-def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
-    def joined(examples: list[Example]) -> dict[str, Tensor]:
+def test_what_a_collator_pads_together_stays_within_the_positions_too():
+    def joined(examples):
         rows = [torch.tensor(e["prompt_ids"] + e["answer_ids"]) for e in examples]
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)}
 
@@ -175,8 +173,8 @@ def test_what_a_collator_pads_together_stays_within_the_positions_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_lists_arrays_and_tensors_are_padded_alike(kind: Callable[[Any], Any]) -> None:
-    def pads(examples: list[Example]) -> dict[str, Tensor]:
+def test_lists_arrays_and_tensors_are_padded_alike(kind):
+    def pads(examples):
         rows = [torch.as_tensor(e["input_ids"]) for e in examples]
         labels = torch.stack([torch.as_tensor(e["labels"]) for e in examples])
         return {"input_ids": torch.nn.utils.rnn.pad_sequence(rows, True), "labels": labels}
@@ -187,8 +185,8 @@ def test_lists_arrays_and_tensors_are_padded_alike(kind: Callable[[Any], Any]) -
     assert row["labels"].shape == (1, 3)
 
 
-def test_an_example_is_not_changed_by_its_collator() -> None:
-    def takes_out(examples: list[Example]) -> Any:
+def test_an_example_is_not_changed_by_its_collator():
+    def takes_out(examples):
         labels = [e.pop("labels") for e in examples]
         return dict(COLLATORS["padded left"][0](examples)) | {"labels": torch.tensor(labels)}
 
@@ -209,13 +207,13 @@ def test_an_example_is_not_changed_by_its_collator() -> None:
         (lambda examples: torch.zeros(len(examples)), "returned a Tensor.*mapping"),
     ],
 )
-def test_what_has_no_row_for_an_example_is_refused(collator: Any, reason: str) -> None:
+def test_what_has_no_row_for_an_example_is_refused(collator, reason):
     with pytest.raises(PrivacyError, match=reason):
         LogicalBatchCollator(collator, 4)([1, 2, 3])
 
 
-def test_an_error_of_a_collator_is_its_own() -> None:
-    def fails(examples: list[Any]) -> Any:
+def test_an_error_of_a_collator_is_its_own():
+    def fails(examples):
         raise ValueError("of the collator")
 
     with pytest.raises(ValueError, match="of the collator"):
@@ -225,7 +223,7 @@ def test_an_error_of_a_collator_is_its_own() -> None:
 # ---- Units ----
 
 
-def test_a_unit_is_collated_by_itself() -> None:
+def test_a_unit_is_collated_by_itself():
     collator, make = COLLATORS["padded left"]
     units = [[make(3, 0), make(20, 1)], [make(5, 2)], [make(9, 3), make(4, 4)], [make(24, 5)]]
     collate = LogicalBatchCollator(collator, 8, of_units=True)
@@ -242,18 +240,18 @@ def test_a_unit_is_collated_by_itself() -> None:
 # ---- Coins ----
 
 
-def _states() -> list[Any]:
+def _states():
     return [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
 
 
-def _coins() -> list[float]:
+def _coins():
     return [float(torch.rand([])), random.random(), float(np.random.rand())]
 
 
-def test_coins_of_one_example_are_nothing_to_the_next() -> None:
+def test_coins_of_one_example_are_nothing_to_the_next():
     """Whatever it draws, seeds or rewinds: nobody after it has other coins for that."""
 
-    def tosses(how: str) -> list[float]:
+    def tosses(how):
         if how == "seeds":
             torch.manual_seed(0), random.seed(0), np.random.seed(0)
         coins = _coins()
@@ -269,7 +267,7 @@ def test_coins_of_one_example_are_nothing_to_the_next() -> None:
     assert found[0] == found[1] == found[2]
 
 
-def test_coins_are_fresh_whatever_seed_is_set() -> None:
+def test_coins_are_fresh_whatever_seed_is_set():
     before, flat = _states(), []
     for _ in range(2):
         torch.manual_seed(0)
@@ -279,8 +277,8 @@ def test_coins_are_fresh_whatever_seed_is_set() -> None:
     assert _states()[1:] == before[1:]
 
 
-def test_a_collators_random_draw_is_made_for_each_example() -> None:
-    def crops(examples: list[Example]) -> dict[str, Tensor]:
+def test_a_collators_random_draw_is_made_for_each_example():
+    def crops(examples):
         start = int(torch.randint(8, ()))
         return {"x": torch.tensor([e["x"] for e in examples])[:, start : start + 4]}
 
@@ -288,13 +286,13 @@ def test_a_collators_random_draw_is_made_for_each_example() -> None:
     assert {int(row[0]) for row in batch["x"]} == set(range(8))  # missed by chance: below 0.002
 
 
-def test_a_data_set_is_read_one_example_at_a_time(tmp_path: Path) -> None:
+def test_a_data_set_is_read_one_example_at_a_time(tmp_path):
     """A transform of many at once, as data sets have them, would pad them to the longest."""
     from datasets import Dataset
 
     from dp_grape_hf.mechanism import EmptyDrawDataset
 
-    def longest(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    def longest(rows):
         size = max(map(len, rows["x"]))
         return {"x": [row + [0] * (size - len(row)) for row in rows["x"]]}
 

@@ -5,17 +5,14 @@ Shapes: B samples in a batch.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import Dense, GradSampleMode, PerSampleEngine, make_engine
+from dp_grape_hf.gradients import Dense, GradSampleMode, make_engine
 from dp_grape_hf.ledger import Clipping
-from dp_grape_hf.mechanism import PrivateMechanism, noise_generator, release
+from dp_grape_hf.mechanism import noise_generator, release
 from dp_grape_hf.mechanism.noise import grid_of
 from tests.models.matrix import projectors_for
 from tests.support.mechanism import (
@@ -32,21 +29,19 @@ from tests.support.networks import MODELS, flat
 from tests.support.oracles import relative_error, single_sample_gradients
 
 # Some are of small tensors, some of large ones, some of tied ones; all others have 1.
-FACTORS: dict[str, dict[str, float]] = {
+FACTORS = {
     "stack": {"first.bias": 0.25, "first.weight": 4.0, "table.weight": 3.0, "norm.weight": 0.1},
     "under vmap": {"0.matrix": 5.0, "0.scale": 0.2, "3.bias": 2.0},
     "vit": {"classifier.weight": 8.0, "classifier.bias": 0.125},
 }
 
 
-def with_factors(per_sample: PerSampleEngine, factors: Any, **own: Any) -> PrivateMechanism:
+def with_factors(per_sample, factors, **own):
     text = None if factors is None else json.dumps(factors)
     return make_private(per_sample, gradient_factors=text, **own)
 
 
-def definition(
-    gradients: Mapping[str, Tensor], factors: Mapping[str, float], bound: float, clipping: str
-) -> dict[str, Tensor]:
+def definition(gradients, factors, bound, clipping):
     """Returns ``sum_i clip(f g_i, C) / f`` of gradients (B, ...), in float64."""
     times = {name: factors.get(name, 1.0) * g.double() for name, g in gradients.items()}
     norms = sum(value.flatten(1).square().sum(1) for value in times.values()).sqrt()
@@ -69,7 +64,7 @@ def definition(
         pytest.param(None, "flat", "vit", marks=pytest.mark.slow),
     ],
 )
-def test_the_release_equals_its_definition(name: str, clipping: str, rank: int | None) -> None:
+def test_the_release_equals_its_definition(name, clipping, rank):
     """In every mode; some samples are clipped, and none would be clipped alike without factors."""
     torch.manual_seed(0)
     model, inputs, loss = MODELS[name]()
@@ -91,7 +86,7 @@ def test_the_release_equals_its_definition(name: str, clipping: str, rank: int |
 
 @pytest.mark.parametrize("clipping", Clipping)
 @pytest.mark.parametrize("mode", GradSampleMode)
-def test_factors_of_one_release_the_same_bits_as_none(mode: str, clipping: str) -> None:
+def test_factors_of_one_release_the_same_bits_as_none(mode, clipping):
     model, inputs, loss = MODELS["stack"]()
     per_sample = make_engine("layerwise", model, loss, mode)
     with_ones, without = (
@@ -106,11 +101,9 @@ def test_factors_of_one_release_the_same_bits_as_none(mode: str, clipping: str) 
 # ---- Neighbours ----
 
 
-def met_by_noise(
-    engine: PrivateMechanism, batches: Sequence[Any], monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Tensor]:
+def met_by_noise(engine, batches, monkeypatch):
     """Returns the sums as the noise meets them."""
-    seen: list[list[Tensor]] = []
+    seen = []
     with monkeypatch.context() as patch:
         patch.setattr(
             release, "add_noise_", lambda values, *_: seen.append([v.clone() for v in values])
@@ -119,7 +112,7 @@ def met_by_noise(
     return in_order(release_made, seen[0])
 
 
-EXTREME: dict[str, dict[str, float] | None] = {
+EXTREME = {
     "none": None,
     "large and small": {"first": 1e3, "last": 1e-3},
     "large": {"bias": 1e3},
@@ -131,9 +124,7 @@ EXTREME: dict[str, dict[str, float] | None] = {
 @pytest.mark.parametrize(
     ("name", "clipping"), [*((name, "flat") for name in EXTREME), ("all", "automatic")]
 )
-def test_one_more_sample_moves_the_sum_before_noise_within_c(
-    name: str, clipping: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_more_sample_moves_the_sum_before_noise_within_c(name, clipping, monkeypatch):
     torch.manual_seed(0)
     factors = EXTREME[name]
     model, inputs, loss = MODELS["stack"]()
@@ -142,7 +133,7 @@ def test_one_more_sample_moves_the_sum_before_noise_within_c(
     own = joint_norm(met_by_noise(whole, [{"x": inputs["x"][:1]}], monkeypatch))
     for bound in (1e-3 * own, 0.5 * own, 1e3 * own):
 
-        def summed(samples: Tensor, bound: float = bound) -> dict[str, Tensor]:
+        def summed(samples, bound=bound):
             engine = with_factors(per_sample, factors, clipping=clipping, max_grad_norm=bound)
             return met_by_noise(engine, [{"x": part} for part in samples.split(2)], monkeypatch)
 
@@ -159,7 +150,7 @@ def test_one_more_sample_moves_the_sum_before_noise_within_c(
 # ---- The noise ----
 
 
-def test_the_noise_of_a_parameter_is_divided_by_its_factor() -> None:
+def test_the_noise_of_a_parameter_is_divided_by_its_factor():
     """Seeded: the std of 100,000 numbers is off by more than 1.5 % once in 10^10 times."""
     own = {"noise_multiplier": 1.5, "max_grad_norm": 0.4, "expected_batch_size": 5.0}
     per_sample = Given(head=(100, 1000), body=(100_000,), bias=(7,))
@@ -172,7 +163,7 @@ def test_the_noise_of_a_parameter_is_divided_by_its_factor() -> None:
     assert engine.independent_std == pytest.approx(1.5 * 0.4 / 5)
 
 
-def test_secure_noise_is_rounded_before_the_division() -> None:
+def test_secure_noise_is_rounded_before_the_division():
     engine = with_factors(
         Given(head=(3000,), body=(3000,)),
         {"head": 2.0},
@@ -198,6 +189,6 @@ def test_secure_noise_is_rounded_before_the_division() -> None:
     ],
     ids=lambda text: text[:20],
 )
-def test_factors_that_float32_does_not_bear_are_refused(text: str) -> None:
+def test_factors_that_float32_does_not_bear_are_refused(text):
     with pytest.raises(PrivacyError, match=r"gradient_factors=.*must be a mapping"):
         make_private(Given(head=(3,)), gradient_factors=text)

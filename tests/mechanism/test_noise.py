@@ -6,8 +6,6 @@ together do so in less than one of a million runs. Checks are tried on broken sa
 
 import math
 import os
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ secure_is_slow = pytest.mark.parametrize(
 Array = np.ndarray[Any, Any]
 
 
-def noise_of(size: int, secure: bool, std: float = 1.0) -> Array:
+def noise_of(size, secure, std=1.0):
     """Returns the noise of one release, of unit variance."""
     value = torch.zeros(size)
     add_noise_([value], std, noise_generator(secure=secure))
@@ -40,13 +38,13 @@ def noise_of(size: int, secure: bool, std: float = 1.0) -> Array:
 # ---- Checks ----
 
 
-def check_kolmogorov_smirnov(sample: Array) -> None:
+def check_kolmogorov_smirnov(sample):
     """False alarm: ``2 exp(-2 * 3.1**2)``, 9e-9."""
     distance = scipy.stats.kstest(sample, "norm").statistic
     assert distance * math.sqrt(len(sample)) < 3.1
 
 
-def check_anderson_darling(sample: Array) -> None:
+def check_anderson_darling(sample):
     """Weighs the tails. False alarm: ``sqrt(3) P(chi2_1 > 2 * 16)``, 3e-8, of the known law."""
     ordered, size = np.sort(sample).astype(np.float64), len(sample)
     below, above = scipy.special.log_ndtr(ordered), scipy.special.log_ndtr(-ordered[::-1])
@@ -54,7 +52,7 @@ def check_anderson_darling(sample: Array) -> None:
     assert -size - np.sum(weights * (below + above)) < 16
 
 
-def check_tails(sample: Array, *bounds: float) -> None:
+def check_tails(sample, *bounds):
     """Counts what lies beyond each bound. False alarm: 1e-8 a bound and side (Poisson)."""
     for bound in bounds:
         expected = len(sample) * scipy.stats.norm.sf(bound)
@@ -63,7 +61,7 @@ def check_tails(sample: Array, *bounds: float) -> None:
             assert scipy.stats.poisson.sf(count - 1, expected) > 1e-8, (bound, count, expected)
 
 
-def check_moments(sample: Array) -> None:
+def check_moments(sample):
     """Mean and variance within 6 standard errors: false alarm 2e-9 each."""
     size = len(sample)
     assert abs(sample.mean(dtype=np.float64)) < 6 / math.sqrt(size)
@@ -71,7 +69,7 @@ def check_moments(sample: Array) -> None:
     assert abs(squares.mean() - 1) < 6 * math.sqrt(2 / size)
 
 
-def check_uncorrelated(first: Array, second: Array) -> None:
+def check_uncorrelated(first, second):
     """The numbers and their squares, within 6 standard errors: false alarm 2e-9 each."""
     size = len(first)
     one, two = first.astype(np.float64), second.astype(np.float64)
@@ -82,13 +80,13 @@ def check_uncorrelated(first: Array, second: Array) -> None:
 LAGS = (1, 2, 7, 8, 16, 312, 624, 2**15, 2**17)
 
 
-def check_no_lag(sample: Array) -> None:
+def check_no_lag(sample):
     """Lags of torch's pairs (8), blocks (16), of the twister (624) and of our slices."""
     for lag in LAGS:
         check_uncorrelated(sample[:-lag], sample[lag:])
 
 
-def check_fine(sample: Array) -> None:
+def check_fine(sample):
     """No float32 number occurs 16 times: each has probability below 3.6e-8. False alarm 1e-8."""
     assert np.unique(sample, return_counts=True)[1].max() < 16
 
@@ -97,7 +95,7 @@ def check_fine(sample: Array) -> None:
 
 
 @secure_is_slow
-def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
+def test_a_large_release_is_normal_across_its_coordinates(secure):
     """Tails are counted to 4.5 standard deviations: 2**22 numbers have 14 a side beyond."""
     sample = noise_of(2**22, secure)
     check_moments(sample)
@@ -110,7 +108,7 @@ def test_a_large_release_is_normal_across_its_coordinates(secure: bool) -> None:
 
 
 @pytest.mark.slow
-def test_five_standard_deviations_are_exceeded_with_the_normal_frequency() -> None:
+def test_five_standard_deviations_are_exceeded_with_the_normal_frequency():
     """2**26 numbers have 19 a side beyond 5: enough to tell that none is missing."""
     sample = np.concatenate([noise_of(2**23, secure=False) for _ in range(8)])
     check_tails(sample, 4.5, 5.0, 5.25, 5.5)
@@ -118,7 +116,7 @@ def test_five_standard_deviations_are_exceeded_with_the_normal_frequency() -> No
         check_tails(sample.clip(-5, 5), 5.0)
 
 
-BROKEN: dict[str, tuple[Callable[[Array], Any], Callable[[Array], None]]] = {
+BROKEN = {
     "of half precision": (lambda x: x.astype(np.float16).astype(np.float32), check_fine),
     "clipped at 4": (lambda x: x.clip(-4, 4), lambda x: check_tails(x, 4.0)),
     "0.5 % too small": (lambda x: x * np.float32(0.995), check_moments),
@@ -136,7 +134,7 @@ BROKEN: dict[str, tuple[Callable[[Array], Any], Callable[[Array], None]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_broken_sampler_is_found(fault: str) -> None:
+def test_a_broken_sampler_is_found(fault):
     breaking, check = BROKEN[fault]
     sample = noise_of(2**22, secure=False)
     check(sample)
@@ -147,7 +145,7 @@ def test_a_broken_sampler_is_found(fault: str) -> None:
 # ---- Each coordinate, over many releases ----
 
 
-def check_each_coordinate(releases: Array) -> None:
+def check_each_coordinate(releases):
     """Kolmogorov-Smirnov for every column. False alarm for all 1024: ``2048 exp(-2 * 3.7**2)``."""
     count = len(releases)
     law = scipy.special.ndtr(np.sort(releases, axis=0).astype(np.float64))
@@ -157,7 +155,7 @@ def check_each_coordinate(releases: Array) -> None:
 
 
 @secure_is_slow
-def test_each_coordinate_of_many_releases_is_normal_and_independent(secure: bool) -> None:
+def test_each_coordinate_of_many_releases_is_normal_and_independent(secure):
     generator, size = noise_generator(secure=secure), 1024
     releases = np.empty((2048, size), dtype=np.float32)
     for release in releases:
@@ -177,13 +175,11 @@ def test_each_coordinate_of_many_releases_is_normal_and_independent(secure: bool
 
 
 @both
-def test_streams_of_threads_and_ranks_are_independent(
-    secure: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streams_of_threads_and_ranks_are_independent(secure, monkeypatch):
     """Each rank has a generator of its own, and each of its threads a share of the numbers."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     shapes = [(3,), (2**18 - 20,), (), (0, 7), (16,), (2**9, 2**9)]  # 2**19 numbers
-    shares: list[Array] = []
+    shares = []
     for _ in range(2):
         values = [torch.zeros(shape) for shape in shapes]
         add_noise_(values, 1.0, noise_generator(secure=secure))
@@ -199,7 +195,7 @@ def test_streams_of_threads_and_ranks_are_independent(
 # ---- Tails ----
 
 
-def _untempered(word: int) -> int:
+def _untempered(word):
     """The word of a Mersenne Twister's state that gives this output."""
     word ^= word >> 18
     word ^= (word << 15) & 0xEFC60000
@@ -213,7 +209,7 @@ def _untempered(word: int) -> int:
     return step
 
 
-def _with_largest_numbers(generator: torch.Generator) -> torch.Generator:
+def _with_largest_numbers(generator):
     """Fills a generator so that its next 624 words have all bits set."""
     state = torch.Generator.get_state(generator).numpy()
     state[8:12] = np.frombuffer(np.int32(624).tobytes(), np.uint8)  # left before the next twist
@@ -223,7 +219,7 @@ def _with_largest_numbers(generator: torch.Generator) -> torch.Generator:
     return generator
 
 
-def test_noise_reaches_beyond_what_one_float32_draw_can() -> None:
+def test_noise_reaches_beyond_what_one_float32_draw_can():
     """Where one draw ends, 5.77, a release would betray what a single coordinate was."""
     value = torch.zeros(32)
     add_noise_([value], 1.0, _with_largest_numbers(torch.Generator()))
@@ -240,7 +236,7 @@ def test_noise_reaches_beyond_what_one_float32_draw_can() -> None:
 # ---- The low bits ----
 
 
-def _guess(start: float, generator: torch.Generator) -> float:
+def _guess(start, generator):
     """Which part of the sums close to 0 are multiples of 2**-24."""
     values = torch.full((2**18,), start)
     add_noise_([values], 1.0, generator)
@@ -249,7 +245,7 @@ def _guess(start: float, generator: torch.Generator) -> float:
     return float(np.mean(np.rint(close * 2**24) == close * 2**24))
 
 
-def test_low_bits_reveal_the_sum_only_without_secure_noise() -> None:
+def test_low_bits_reveal_the_sum_only_without_secure_noise():
     """The attack of Mironov (2012), for normals in float32: no search, one look at each sum."""
     plain = torch.Generator().manual_seed(0)
     assert _guess(1.0, plain) == 1.0
@@ -259,7 +255,7 @@ def test_low_bits_reveal_the_sum_only_without_secure_noise() -> None:
 
 
 @pytest.mark.parametrize("start", [0.3, -1e-6])
-def test_secure_sums_are_grid_multiples_with_the_right_frequencies(start: float) -> None:
+def test_secure_sums_are_grid_multiples_with_the_right_frequencies(start):
     """Whatever was added to. Chi-squared of the cells; false alarm below 1e-8."""
     std, size = 1.5, 2**21
     grid = grid_of(std)
@@ -277,17 +273,15 @@ def test_secure_sums_are_grid_multiples_with_the_right_frequencies(start: float)
 
 
 @pytest.mark.parametrize("std", [1e-12, 1e-3, 0.9999, 1.0, 7.3, 1e6])
-def test_the_grid_is_a_power_of_two_and_fine(std: float) -> None:
+def test_the_grid_is_a_power_of_two_and_fine(std):
     mantissa, _ = math.frexp(grid_of(std))
     assert mantissa == 0.5
     assert std * 2**-13 < grid_of(std) <= std * 2**-12
 
 
-def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_with_secure_noise_releases_multiples_of_the_grid(monkeypatch, tmp_path):
     releases = spy_releases(monkeypatch)
-    settings: dict[str, Any] = {"noise_multiplier": 1.3, "compute_loss_func": no_loss}
+    settings = {"noise_multiplier": 1.3, "compute_loss_func": no_loss}
     for secure in (False, True):
         releases.clear()
         trainer = make_trainer(tmp_path / str(secure), secure_noise=secure, **settings)
@@ -304,9 +298,7 @@ def test_a_run_with_secure_noise_releases_multiples_of_the_grid(
         assert ("| Noise | secure, " in card) is secure
 
 
-def test_secure_noise_is_refused_where_it_protects_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_secure_noise_is_refused_where_it_protects_nothing(monkeypatch, tmp_path):
     with pytest.raises(PrivacyError, match="secure_noise=True contradicts noise"):
         make_args(tmp_path, secure_noise=True, noise_multiplier=0)
     with pytest.raises(PrivacyError, match=r"secure_noise=True contradicts"):
@@ -320,7 +312,7 @@ def test_secure_noise_is_refused_where_it_protects_nothing(
 # ---- Fresh in every process ----
 
 
-def _in_a_fork(draw: Callable[[], torch.Tensor]) -> torch.Tensor:
+def _in_a_fork(draw):
     """Returns what a child of this process draws."""
     read, write = os.pipe()
     child = os.fork()
@@ -337,11 +329,11 @@ def _in_a_fork(draw: Callable[[], torch.Tensor]) -> torch.Tensor:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @both
-def test_a_fork_draws_other_numbers_than_its_parent(secure: bool) -> None:
+def test_a_fork_draws_other_numbers_than_its_parent(secure):
     """False alarm: two streams agree by chance with probability below 2**-1000."""
     generator = noise_generator(secure=secure)
 
-    def draw() -> torch.Tensor:
+    def draw():
         values = torch.zeros(64)
         add_noise_([values], 1.0, generator)
         return values
@@ -358,7 +350,7 @@ def test_a_fork_draws_other_numbers_than_its_parent(secure: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @both
-def test_noise_on_a_gpu_is_normal_and_of_several_keys(secure: bool) -> None:
+def test_noise_on_a_gpu_is_normal_and_of_several_keys(secure):
     generator = noise_generator("cuda", secure=secure)
     value = torch.zeros(2**22, device="cuda")
     add_noise_([value], 1.0, generator)

@@ -4,19 +4,16 @@ Shapes: B samples in a batch, T positions, m x n a weight.
 """
 
 import math
-from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.gradients import Dense, Gradients, PerSampleGradient, make_engine
+from dp_grape_hf.gradients import Dense, make_engine
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows, add
 from dp_grape_hf.gradients.losses.heads import next_tokens, tokens
 from dp_grape_hf.ledger import Ledger
@@ -35,7 +32,7 @@ from tests.support.mechanism import (
     sample_norms,
     split,
 )
-from tests.support.models import Batch, only
+from tests.support.models import only
 from tests.support.oracles import single_sample_gradients
 
 INF, NAN = math.inf, math.nan
@@ -46,7 +43,7 @@ INF, NAN = math.inf, math.nan
 
 @pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
 @pytest.mark.parametrize("name", ["roberta-classifier", "opt"])
-def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
+def test_the_release_equals_its_definition(name, rank):
     """The oracle differentiates each sample alone; half of the samples are clipped.
 
     No physical split changes it, also not when a physical batch is of size one.
@@ -78,12 +75,12 @@ def test_the_release_equals_its_definition(name: str, rank: int | None) -> None:
         assert distance(private, expected) < 1e-5 * bound, sizes
 
 
-def test_the_noise_depends_only_on_its_seed() -> None:
+def test_the_noise_depends_only_on_its_seed():
     """Any number of samples, any split and the empty draw meet one and the same noise."""
     model, batch = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
     projectors, per_sample = projectors_for(model, 8), make_engine("layerwise", model)
 
-    def noise(batches: Sequence[Batch]) -> dict[str, Tensor]:
+    def noise(batches):
         noisy = make_private(per_sample, noise_multiplier=1.5, max_grad_norm=0.5, seed=9)
         plain = make_private(per_sample, max_grad_norm=0.5)
         total = released(plain, batches, projectors)
@@ -100,14 +97,14 @@ def test_the_noise_depends_only_on_its_seed() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[], [4], [1, 1, 2]], ids=str)
-def test_one_logical_batch_is_one_release_in_the_ledger(sizes: list[int]) -> None:
+def test_one_logical_batch_is_one_release_in_the_ledger(sizes):
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     for step in range(1, 4):
         released(engine, [{"a": Dense(torch.randn(size, 3))} for size in sizes])
         assert engine.ledger.steps == step
 
 
-def test_without_noise_the_release_is_the_clipped_sum_exactly() -> None:
+def test_without_noise_the_release_is_the_clipped_sum_exactly():
     values = torch.randn(4, 30)
     total = {"a": torch.zeros(30)}
     add_clipped_sum_(total, {"a": Dense(values)}, 0.5)
@@ -120,24 +117,24 @@ def test_without_noise_the_release_is_the_clipped_sum_exactly() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e6])
-def test_automatic_clipping_scales_every_sample_to_just_below_c(scale: float) -> None:
+def test_automatic_clipping_scales_every_sample_to_just_below_c(scale):
     """Bu et al. 2023: g C / (|g| + gamma), over all parameters jointly; NaN counts as zero."""
     values = {"a": scale * torch.randn(5, 3, 4), "b": scale * torch.randn(5, 7)}
     values["a"][1, 0, 0], values["b"][3] = math.nan, math.inf
     norms = sum(v.flatten(1).square().sum(1) for v in values.values()).sqrt()
     factors = torch.where(norms.isfinite(), 0.5 / (norms + 0.01), 0.0)
-    total: dict[str, torch.Tensor] = {}
+    total = {}
     add_clipped_sum_(total, {name: Dense(v) for name, v in values.items()}, 0.5, automatic=True)
     for name, v in values.items():
         expected = torch.einsum("b,b...->...", factors, v.nan_to_num(0, 0, 0))
         torch.testing.assert_close(total[name], expected, rtol=1e-4, atol=1e-7)
-    alone: dict[str, torch.Tensor] = {}
+    alone = {}
     add_clipped_sum_(alone, {n: Dense(v[:1]) for n, v in values.items()}, 0.5, automatic=True)
     assert sum(v.square().sum() for v in alone.values()).sqrt() <= 0.5 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_per_group_clipping_gives_both_groups_half_of_c_squared(clipping: str) -> None:
+def test_per_group_clipping_gives_both_groups_half_of_c_squared(clipping):
     model, inputs = only("roberta-classifier").model(), only("roberta-classifier").batch(6)
     gradients = single_sample_gradients(model, inputs, {})[1]
     apart = "classifier.out_proj"
@@ -157,17 +154,17 @@ def test_per_group_clipping_gives_both_groups_half_of_c_squared(clipping: str) -
     assert distance(private, {name: expected[name] for name in private}) < 1e-4 * bound
 
 
-def test_a_non_finite_norm_in_one_group_drops_the_sample() -> None:
+def test_a_non_finite_norm_in_one_group_drops_the_sample():
     for bad, value in (("head.weight", NAN), ("body", INF), ("body", 1e20)):
         values = {"head.weight": torch.ones(3, 4), "body": torch.ones(3, 2, 5)}
         values[bad][1] = value
-        total: dict[str, Tensor] = {}
+        total = {}
         given = {name: Dense(own) for name, own in values.items()}
         add_clipped_sum_(total, given, 1.0, clipped_apart="head")
         half = math.sqrt(0.5)
         torch.testing.assert_close(total["head.weight"], torch.full((4,), 2 * half / 2))
         torch.testing.assert_close(total["body"], torch.full((2, 5), 2 * half / math.sqrt(10)))
-        alone: dict[str, Tensor] = {}
+        alone = {}
         add_clipped_sum_(
             alone, {n: Dense(v[:1]) for n, v in values.items()}, 1.0, clipped_apart="head"
         )
@@ -179,7 +176,7 @@ def test_a_non_finite_norm_in_one_group_drops_the_sample() -> None:
 each_kind = pytest.mark.parametrize("kind", [*FORMS, "sum"])
 
 
-def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
+def scaled(gradient, factors):
     """Multiplies what a backward pass would have multiplied: values, or the factor ``rows``."""
     shaped = factors[:, None, None]
     match gradient:
@@ -193,7 +190,7 @@ def scaled(gradient: PerSampleGradient, factors: Tensor) -> PerSampleGradient:
             return add([scaled(factored, factors), scaled(sparse, factors)])
 
 
-def pair(kind: str, factors: Sequence[float], seed: int = 0) -> Gradients:
+def pair(kind, factors, seed=0):
     """Returns the gradients of a weight and a bias, both scaled by one factor per sample."""
     torch.manual_seed(seed)
     scale, forms = torch.tensor(factors), {name: make() for name, make in FORMS.items()}
@@ -203,14 +200,14 @@ def pair(kind: str, factors: Sequence[float], seed: int = 0) -> Gradients:
     return {"weight": scaled(weight, scale), "bias": Dense(bias)}
 
 
-def clipped(gradients: Gradients, bound: float) -> dict[str, Tensor]:
+def clipped(gradients, bound):
     total = {"weight": torch.zeros(ROWS, COLS), "bias": torch.zeros(ROWS)}
     add_clipped_sum_(total, gradients, bound)
     return total
 
 
 @each_kind
-def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(kind: str) -> None:
+def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(kind):
     factors, bounds = (1e-30, 1e-3, 1.0, 1e3, 1e12), (1e-3, 1.0, 1e3)
     for seed, factor, bound in product(range(5), factors, bounds):
         gradients = pair(kind, [factor], seed)
@@ -221,7 +218,7 @@ def test_a_finite_gradient_contributes_at_most_c_over_all_parameters(kind: str) 
 
 
 @each_kind
-def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(kind: str) -> None:
+def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(kind):
     """The norm of 1e20 overflows; the gradient 0 must not become 0 / 0."""
     for factor, bound in product((0.0, 1e20, NAN, INF, -INF), (1.0, INF)):
         for total in clipped(pair(kind, [factor]), bound).values():
@@ -230,7 +227,7 @@ def test_a_gradient_without_a_finite_norm_contributes_exactly_zero(kind: str) ->
 
 @each_kind
 @pytest.mark.parametrize("bound", [1.0, INF])
-def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> None:
+def test_a_bad_sample_leaves_its_batch_mates_alone(kind, bound):
     for factor, bad in product((1e20, NAN, INF), ([0], [1, 2], [0, 1, 2, 3])):
         factors = [factor if i in bad else 0.1 * (i + 1) for i in range(4)]
         good = [i for i in range(4) if i not in bad]
@@ -242,18 +239,18 @@ def test_a_bad_sample_leaves_its_batch_mates_alone(kind: str, bound: float) -> N
         assert (joint_norm(expected) > 0) == bool(good)
 
 
-def test_expanded_zeros_of_a_left_out_parameter_stay_zero() -> None:
+def test_expanded_zeros_of_a_left_out_parameter_stay_zero():
     gradients = pair("dense", [1.0, NAN])
     zeros = {"left out": Dense(torch.zeros(()).expand(2, ROWS, COLS))}
     mate = {name: gradient.select(torch.tensor([0])) for name, gradient in gradients.items()}
-    total: dict[str, Tensor] = {}
+    total = {}
     add_clipped_sum_(total, gradients | zeros, 1.0)
     assert not total.pop("left out").any()
     assert distance(total, clipped(mate, 1.0)) < ROUNDING
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_one_non_finite_parameter_gradient_drops_the_sample_from_all(bad: float) -> None:
+def test_one_non_finite_parameter_gradient_drops_the_sample_from_all(bad):
     gradients = pair("dense", [1.0, 1.0])
     gradients["weight"].values[0, 2, 3] = bad
     mate = {name: gradient.select(torch.tensor([1])) for name, gradient in gradients.items()}
@@ -261,7 +258,7 @@ def test_one_non_finite_parameter_gradient_drops_the_sample_from_all(bad: float)
 
 
 @each_kind
-def test_nothing_is_clipped_under_an_infinite_bound(kind: str) -> None:
+def test_nothing_is_clipped_under_an_infinite_bound(kind):
     gradients = pair(kind, [1.0, 0.0, 1e3])
     plain = {name: gradient.weighted_sum(torch.ones(3)) for name, gradient in gradients.items()}
     assert distance(clipped(gradients, INF), plain) <= ROUNDING * joint_norm(plain)
@@ -270,12 +267,12 @@ def test_nothing_is_clipped_under_an_infinite_bound(kind: str) -> None:
 SCALES = torch.tensor([1.0, 1e-30, 0.0, 1e25, NAN, INF, -INF])
 
 
-def scaled_loss(outputs: Any, labels: Tensor) -> Tensor:
+def scaled_loss(outputs, labels):
     """Multiplies the loss of a text by what its first label, which predicts nothing, stands for."""
     return tokens(outputs["logits"], next_tokens(labels), None) * SCALES[labels[:, 0]]
 
 
-def test_extreme_texts_of_tied_models_contribute_at_most_c() -> None:
+def test_extreme_texts_of_tied_models_contribute_at_most_c():
     model, inputs = only("opt").model(), only("opt").batch(len(SCALES))
     inputs["labels"][:, 0] = torch.arange(len(SCALES))
     projectors = projectors_for(model, 8)
@@ -290,7 +287,7 @@ def test_extreme_texts_of_tied_models_contribute_at_most_c() -> None:
 
 
 @pytest.mark.parametrize(("pixel", "place"), [(NAN, 0), (INF, 3)])
-def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel: float, place: int) -> None:
+def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel, place):
     model, inputs = only("vit").model(), only("vit").batch(4)
     engine = make_private(make_engine("layerwise", model))
     inputs["pixel_values"][place, 0, 2, 2] = pixel
@@ -300,7 +297,7 @@ def test_a_bad_image_contributes_nothing_wherever_it_stands(pixel: float, place:
     assert joint_norm(expected) > 0.1
 
 
-def cancelling(kind: str, ratio: float) -> Gradients:
+def cancelling(kind, ratio):
     """Returns gradients whose parts are ``ratio`` times longer than their sum."""
     first, second, rest = torch.randn(3, ROWS, 1), torch.randn(3, 1, COLS), torch.randn(3, 1, 5)
     rows = torch.cat([first.mT, -first.mT], 1) * ratio
@@ -317,7 +314,7 @@ def cancelling(kind: str, ratio: float) -> Gradients:
 
 
 @pytest.mark.parametrize("kind", ["factored", "sparse", "sum"])
-def test_uses_that_cancel_contribute_at_most_c(kind: str) -> None:
+def test_uses_that_cancel_contribute_at_most_c(kind):
     """In float32 the norm of such a sum has few right digits, or none."""
     for ratio in (1e2, 1e3, 1e4, 1e5):
         gradients = cancelling(kind, ratio)
@@ -326,18 +323,18 @@ def test_uses_that_cancel_contribute_at_most_c(kind: str) -> None:
             assert joint_norm(clipped(one, 0.1)) <= 0.1 * (1 + ROUNDING)
 
 
-def test_a_long_gradient_contributes_at_most_c() -> None:
+def test_a_long_gradient_contributes_at_most_c():
     """One float32 sum over ten million squares is off by a percent."""
-    gradients: Gradients = {"a": Dense(torch.full((1, 10_000_000), 0.1))}
+    gradients = {"a": Dense(torch.full((1, 10_000_000), 0.1))}
     total = {"a": torch.zeros(10_000_000)}
     add_clipped_sum_(total, gradients, 1.0)
     assert total["a"].double().norm().item() <= 1 + 1e-5
 
 
-def test_a_convolution_on_one_patch_keeps_its_weights_shape() -> None:
+def test_a_convolution_on_one_patch_keeps_its_weights_shape():
     """With one place the factors are smaller than the gradient, which has four dimensions."""
 
-    def loss(outputs: Tensor, _: Any) -> Tensor:
+    def loss(outputs, _):
         return outputs.square().sum(1)
 
     model = nn.Sequential(nn.Conv2d(3, 16, 4), nn.Flatten())
@@ -354,7 +351,7 @@ def test_a_convolution_on_one_patch_keeps_its_weights_shape() -> None:
 # ---- Precision ----
 
 
-def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
+def test_sums_and_noise_of_a_bfloat16_model_are_float32():
     """Rounded to bfloat16, a contribution would exceed C by up to half a percent."""
     model = only("roberta-classifier").model().to(torch.bfloat16)
     inputs, projectors = only("roberta-classifier").batch(4), projectors_for(model, 8)
@@ -370,7 +367,7 @@ def test_sums_and_noise_of_a_bfloat16_model_are_float32() -> None:
 
 
 @each_kind
-def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind: str) -> None:
+def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind):
     engine = make_private(Given(weight=(ROWS, COLS), bias=(ROWS,)))
     batches = [pair(kind, [1.0, 3.0, 1e-3], seed) for seed in range(3)]
     expected = released(engine, batches)
@@ -378,7 +375,7 @@ def test_an_enclosing_autocast_does_not_reach_norms_and_sums(kind: str) -> None:
         assert distance(released(engine, batches), expected) < 1e-6
 
 
-def test_the_default_dtype_does_not_reach_sums_and_noise() -> None:
+def test_the_default_dtype_does_not_reach_sums_and_noise():
     engine = make_private(Given(a=(100,)), noise_multiplier=1.0)
     try:
         torch.set_default_dtype(torch.bfloat16)
@@ -391,7 +388,7 @@ def test_the_default_dtype_does_not_reach_sums_and_noise() -> None:
 
 @pytest.mark.skipif(not hasattr(torch.backends, "fp32_precision"), reason="of newer versions")
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_tf32_set_by_the_user_does_not_change_clipping(precision: str) -> None:
+def test_tf32_set_by_the_user_does_not_change_clipping(precision):
     """The norm of a gradient that stays two factors is bounded with the rounding of products."""
     rows, cols = torch.randn(2, 1, 50, 8), torch.randn(2, 1, 50, 6)
     gradients = [Factored(row, col) for row, col in zip(rows, cols, strict=True)]
@@ -423,7 +420,7 @@ SIGMA, BOUND, EXPECTED = 1.5, 0.4, 5.0
 FALSE_ALARM = 1e-8  # of each check below, if the noise were drawn afresh
 
 
-def chi_square_fits(sum_of_squares: float, degrees: int) -> bool:
+def chi_square_fits(sum_of_squares, degrees):
     """Bounds of Laurent and Massart (2000, lemma 1): each is exceeded with probability e^-t."""
     t = math.log(2 / FALSE_ALARM)
     lower = degrees - 2 * math.sqrt(degrees * t)
@@ -431,7 +428,7 @@ def chi_square_fits(sum_of_squares: float, degrees: int) -> bool:
     return lower <= sum_of_squares <= upper
 
 
-def noise_of(releases: int, seed: int = 0, **shapes: tuple[int, ...]) -> Tensor:
+def noise_of(releases, seed=0, **shapes):
     """Returns the noise of releases (R, ...) of empty draws, of standard deviation 1."""
     engine = make_private(
         Given(**shapes),
@@ -446,7 +443,7 @@ def noise_of(releases: int, seed: int = 0, **shapes: tuple[int, ...]) -> Tensor:
     return torch.stack(found).double() / (SIGMA * BOUND / EXPECTED)
 
 
-def test_the_noise_has_its_std_in_every_single_coordinate() -> None:
+def test_the_noise_has_its_std_in_every_single_coordinate():
     """Seeded. False alarm for fresh noise: 1e-8 for each of the 500 coordinates, 5e-6 in all."""
     squares = noise_of(600, a=(20, 20), b=(100,)).square().sum(0)  # (500,)
     assert squares.shape == (500,)
@@ -455,7 +452,7 @@ def test_the_noise_has_its_std_in_every_single_coordinate() -> None:
         assert not any(chi_square_fits(factor * value.item(), 600) for value in squares)
 
 
-def test_no_two_releases_and_no_two_tensors_share_noise() -> None:
+def test_no_two_releases_and_no_two_tensors_share_noise():
     """Seeded. Two independent normals agree by chance with probability below 1e-6 per pair."""
     shapes = {"matrix": (50, 100), "same": (50, 100), "vector": (20,)}
     noise = noise_of(3, seed=1, **shapes)
@@ -468,7 +465,7 @@ def test_no_two_releases_and_no_two_tensors_share_noise() -> None:
 # ---- The protocol ----
 
 
-def test_draws_do_not_merge_and_steps_have_their_order() -> None:
+def test_draws_do_not_merge_and_steps_have_their_order():
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     for step in (engine.release, lambda: engine.accumulate({"a": Dense(torch.ones(2, 3))})):
         with pytest.raises(PrivacyError, match=r"called before begin\(\)"):
@@ -482,12 +479,12 @@ def test_draws_do_not_merge_and_steps_have_their_order() -> None:
     assert engine.ledger.steps == 1
 
 
-def test_a_release_that_is_not_recorded_is_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_that_is_not_recorded_is_never_made(monkeypatch):
     """Neither noise nor sum exists when the disk is full; the next logical batch starts at zero."""
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     before = torch.Generator.get_state(engine._noise_generator)
 
-    def full_disk(steps: int = 1) -> None:
+    def full_disk(steps=1):
         assert torch.equal(torch.Generator.get_state(engine._noise_generator), before)
         raise OSError("no space left")
 
@@ -506,14 +503,12 @@ def test_a_release_that_is_not_recorded_is_never_made(monkeypatch: pytest.Monkey
     assert torch.equal(private, torch.empty(3).normal_(generator=torch.Generator().manual_seed(0)))
 
 
-def test_the_ledger_is_on_disk_before_the_noise_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ledger_is_on_disk_before_the_noise_is_drawn(tmp_path, monkeypatch):
     engine = make_private(Given(a=(3,)), noise_multiplier=1.0)
     engine.ledger = Ledger.start(MECHANISM, tmp_path / "ledger.json")
     seen = []
 
-    def noting(*args: Any) -> None:
+    def noting(*args):
         seen.append(Ledger.load(tmp_path / "ledger.json").steps)
 
     monkeypatch.setattr(release, "add_noise_", noting)
@@ -527,7 +522,7 @@ def test_the_ledger_is_on_disk_before_the_noise_is_drawn(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_first_of_two_processes_alone_adds_noise(rank: int) -> None:
+def test_the_first_of_two_processes_alone_adds_noise(rank):
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
         engine = make_private(Given(a=(3,)), noise_multiplier=1.0, distributed=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.ledger.entries import encoded
@@ -47,7 +46,7 @@ SETTINGS = {
     "lr_scheduler_type": "constant",
 }
 PROJECTED = {"projection_rank": 4, "projection_update_steps": 2}
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     "dp_grape": PROJECTED,
     "units": {**PROJECTED, "privacy_unit_column": "user", "max_examples_per_unit": 2},
     "dp_adam": {"method": "dp_adam"},
@@ -64,9 +63,9 @@ QUICK = [each for each in RUNS if "bert" in each]
 CHANGED = "bert", "dp_grape"  # to see that a change is noticed
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(name):
     """Returns a model of one layer with weights that depend on their names and shapes alone."""
-    model: nn.Module = only(MODELS[name]).model(num_hidden_layers=1)
+    model = only(MODELS[name]).model(num_hidden_layers=1)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
@@ -76,7 +75,7 @@ def model_of(name: str) -> nn.Module:
     return model
 
 
-def run(folder: Path, model: str, case: str, **changes: Any) -> dict[str, Any]:
+def run(folder, model, case, **changes):
     """Returns the releases (5 of them) and the weights before and after, by name."""
     rows = examples_of(MODELS[model], 18).examples
     with pytest.MonkeyPatch.context() as patch:
@@ -94,24 +93,24 @@ def run(folder: Path, model: str, case: str, **changes: Any) -> dict[str, Any]:
     }
 
 
-def entries(ledger: Path) -> list[dict[str, Any]]:
+def entries(ledger):
     """Returns what a ledger says, without what differs between two equal runs."""
     differs = {"run_id", "at", "versions", "digest"}
     content = [encoded(entry) for entry, _ in Ledger.load(ledger).links]
     return [{key: entry[key] for key in entry if key not in differs} for entry in content]
 
 
-def described(values: dict[str, Tensor]) -> Numbers:
+def described(values):
     """Returns each tensor's norm, its first number and a random linear functional of it."""
     return {name: numbers_of(value.double().flatten()) for name, value in values.items()}
 
 
-def numbers_of(value: Tensor) -> list[float]:
+def numbers_of(value):
     weights = torch.randn(len(value), generator=torch.Generator().manual_seed(0)).double()
     return [float(f"{number:.7g}") for number in (value.norm(), value[0], weights @ value)]
 
 
-def record_of(model: str, case: str) -> Numbers:
+def record_of(model, case):
     with tempfile.TemporaryDirectory() as folder:
         found = run(Path(folder), model, case)
     return {**found, **{key: described(found[key]) for key in ("release", "update")}}
@@ -120,14 +119,14 @@ def record_of(model: str, case: str) -> Numbers:
 # ---- Streams ----
 
 
-def seeds() -> Numbers:
+def seeds():
     """Returns seeds of projections, by seed, redraw, name and block of rows."""
     names = ("bert.encoder.layer.0.attention.self.query.weight", "lm_head.weight", "a/1")
     keys = [(s, r, n, b) for s in (0, 17) for r in (0, 3) for n in names for b in (0, 2)]
     return {" ".join(map(str, key)): projection_seed_for(*key) for key in keys}
 
 
-def streams() -> dict[str, Tensor]:
+def streams():
     """Returns numbers of every stream whose seed is known: projections, rounding and noise."""
     shapes = {"body.weight": (60, 40), "head.weight": (1500, 2000)}  # the latter: two blocks of P
     made = {}
@@ -154,7 +153,7 @@ def streams() -> dict[str, Tensor]:
 # ---- Then and now ----
 
 
-def assert_same(found: Numbers, expected: Numbers, tolerance: float = RELEASE) -> None:
+def assert_same(found, expected, tolerance=RELEASE):
     """Compares what ``described`` returns."""
     assert found.keys() == expected.keys(), f"{RECORD.name}: a line for each"
     for name, (norm, *_) in expected.items():
@@ -162,8 +161,8 @@ def assert_same(found: Numbers, expected: Numbers, tolerance: float = RELEASE) -
 
 
 @pytest.fixture(scope="module")
-def record() -> Numbers:
-    content: Numbers = json.loads(RECORD.read_text())
+def record():
+    content = json.loads(RECORD.read_text())
     return content
 
 
@@ -171,18 +170,18 @@ def record() -> Numbers:
     ("model", "case"),
     [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in RUNS],
 )
-def test_a_run_releases_what_it_did(model: str, case: str, record: Numbers) -> None:
+def test_a_run_releases_what_it_did(model, case, record):
     found, expected = record_of(model, case), record["runs"][f"{model}, {case}"]
     assert_same(found["release"], expected["release"])
     assert_same(found["update"], expected["update"], UPDATE)
     assert found["ledger"] == expected["ledger"]
 
 
-def test_seeds_of_projections_are_what_they_were(record: Numbers) -> None:
+def test_seeds_of_projections_are_what_they_were(record):
     assert seeds() == record["seeds"]
 
 
-def test_known_streams_draw_what_they_did(record: Numbers) -> None:
+def test_known_streams_draw_what_they_did(record):
     assert_same(described(streams()), record["streams"])
 
 
@@ -198,16 +197,14 @@ def test_known_streams_draw_what_they_did(record: Numbers) -> None:
     ],
     ids=str,
 )
-def test_another_release_is_noticed(
-    change: dict[str, Any], tmp_path: Path, record: Numbers
-) -> None:
+def test_another_release_is_noticed(change, tmp_path, record):
     found, expected = run(tmp_path, *CHANGED, **change), record["runs"][", ".join(CHANGED)]
     key, tolerance = ("update", UPDATE) if "learning_rate" in change else ("release", RELEASE)
     with pytest.raises(AssertionError):
         assert_same(described(found[key]), expected[key], tolerance)
 
 
-def main() -> None:
+def main():
     """Writes the record."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -219,7 +216,7 @@ def main() -> None:
     RECORD.write_text(compact(content) + "\n")
 
 
-def compact(value: Any, depth: int = 0) -> str:
+def compact(value, depth=0):
     """Returns JSON with a line for each tensor and each entry of a ledger."""
     if not isinstance(value, dict) or depth > 3:
         return json.dumps(value)

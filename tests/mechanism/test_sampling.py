@@ -23,7 +23,7 @@ from tests.support.marks import slow_but
 from tests.support.mechanism import coins
 
 
-def _inclusions(num_samples: int, sample_rate: float, steps: int) -> torch.Tensor:
+def _inclusions(num_samples, sample_rate, steps):
     """1.0 where an example entered a draw, shape (steps, num_samples)."""
     table = torch.zeros(steps, num_samples, dtype=torch.float64)
     for step, draw in enumerate(PoissonBatchSampler(num_samples, sample_rate, steps, coins())):
@@ -36,7 +36,7 @@ def _inclusions(num_samples: int, sample_rate: float, steps: int) -> torch.Tenso
 
 
 @pytest.mark.parametrize("sample_rate", slow_but({"0.3"}, [0.02, 0.3, 0.9]))
-def test_each_example_is_drawn_with_probability_q(sample_rate: float) -> None:
+def test_each_example_is_drawn_with_probability_q(sample_rate):
     """Chi-square of 200 counts over 4000 steps, normal approximation.
 
     False alarm: below 1e-6 (five standard deviations), with fixed coins.
@@ -48,7 +48,7 @@ def test_each_example_is_drawn_with_probability_q(sample_rate: float) -> None:
     assert abs(chi_square - num_samples) < 5 * math.sqrt(2 * num_samples)
 
 
-def test_batch_sizes_are_binomial() -> None:
+def test_batch_sizes_are_binomial():
     """Mean within five, variance within six standard deviations: false alarm below 1e-6."""
     num_samples, q, steps = 300, 0.1, 4000
     sizes = _inclusions(num_samples, q, steps).sum(1)
@@ -58,7 +58,7 @@ def test_batch_sizes_are_binomial() -> None:
 
 
 @pytest.mark.parametrize("dim", [0, 1], ids=["steps", "examples"])
-def test_coins_are_pairwise_independent(dim: int) -> None:
+def test_coins_are_pairwise_independent(dim):
     """The largest of 7140 correlations over 4000 coins, between examples and between steps.
 
     False alarm: below 7140 * P(|normal| > 6.5) < 1e-6, with fixed coins.
@@ -69,13 +69,13 @@ def test_coins_are_pairwise_independent(dim: int) -> None:
     assert correlations.abs().max() < 6.5 / math.sqrt(4000)
 
 
-def test_drawing_in_pieces_never_changes_the_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_in_pieces_never_changes_the_draw(monkeypatch):
     whole = list(PoissonBatchSampler(1000, 0.1, 5, coins()))
     monkeypatch.setattr(sampling, "_NUMBERS_AT_ONCE", 64)
     assert list(PoissonBatchSampler(1000, 0.1, 5, coins())) == whole
 
 
-def test_no_epoch_repeats_another_even_if_it_ended_early() -> None:
+def test_no_epoch_repeats_another_even_if_it_ended_early():
     sampler = PoissonBatchSampler(100, 0.2, 6, coins())
     seen = list(itertools.islice(sampler, 2)) + list(sampler) + list(sampler)
     assert seen == list(PoissonBatchSampler(100, 0.2, 14, coins()))
@@ -85,8 +85,8 @@ def test_no_epoch_repeats_another_even_if_it_ended_early() -> None:
 @pytest.mark.parametrize(
     ("world_size", "sample_rate", "bands"), [(8, 0.01, 1), (3, 0.2, 1), (2, 1.0, 1), (2, 0.2, 3)]
 )
-def test_ranks_partition_one_draw(world_size: int, sample_rate: float, bands: int) -> None:
-    def of(*place: int) -> list[list[int]]:
+def test_ranks_partition_one_draw(world_size, sample_rate, bands):
+    def of(*place):
         turns = partial(Turns, bands)
         return list(PoissonBatchSampler(100, sample_rate, 40, coins(), *place, turns=turns))
 
@@ -111,8 +111,8 @@ def test_ranks_partition_one_draw(world_size: int, sample_rate: float, bands: in
     ],
     ids=str,
 )
-def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
-    arguments: dict[str, Any] = {"num_samples": 10, "sample_rate": 0.1, "steps": 3, "world_size": 2}
+def test_wrong_arguments_are_refused_by_name(wrong):
+    arguments = {"num_samples": 10, "sample_rate": 0.1, "steps": 3, "world_size": 2}
     with pytest.raises(PrivacyError, match=f"{next(iter(wrong))}="):
         PoissonBatchSampler(generator=coins(), **(arguments | wrong))
 
@@ -120,14 +120,14 @@ def test_wrong_arguments_are_refused_by_name(wrong: dict[str, Any]) -> None:
 # ---- The physical split ----
 
 
-def _as_tensor(examples: list[Any]) -> dict[str, torch.Tensor]:
+def _as_tensor(examples):
     assert examples, "a collator is never given an empty list"
     rows = [example["x"] if isinstance(example, dict) else example for example in examples]
     return {"x": torch.tensor(rows)}
 
 
 @pytest.mark.parametrize("physical", [1, 2, 8, 100])
-def test_physical_batches_cover_a_draw_exactly_once(physical: int) -> None:
+def test_physical_batches_cover_a_draw_exactly_once(physical):
     for size in (0, 1, 2, 7, 8, 9, 16, 17):
         batch = LogicalBatchCollator(_as_tensor, physical)(list(range(size)))
         chunks = [physical["x"].tolist() for physical in batch]
@@ -138,12 +138,12 @@ def test_physical_batches_cover_a_draw_exactly_once(physical: int) -> None:
         assert batch.num_examples == size
 
 
-def test_a_physical_batch_needs_room_for_one_example() -> None:
+def test_a_physical_batch_needs_room_for_one_example():
     with pytest.raises(PrivacyError, match="physical_batch_size=0"):
         LogicalBatchCollator(_as_tensor, 0)
 
 
-def test_a_logical_batch_survives_pickling_with_its_collator() -> None:
+def test_a_logical_batch_survives_pickling_with_its_collator():
     collator = pickle.loads(pickle.dumps(LogicalBatchCollator(_as_tensor, 2)))
     batch = pickle.loads(pickle.dumps(collator([1, 2, 3])))
     assert type(batch) is LogicalBatch
@@ -152,14 +152,14 @@ def test_a_logical_batch_survives_pickling_with_its_collator() -> None:
 
 
 class _Pinnable:
-    def __init__(self, pinned: bool = False) -> None:
+    def __init__(self, pinned=False):
         self.pinned = pinned
 
-    def pin_memory(self) -> "_Pinnable":
+    def pin_memory(self):
         return _Pinnable(True)
 
 
-def test_pinning_keeps_the_type_and_reaches_every_physical_batch() -> None:
+def test_pinning_keeps_the_type_and_reaches_every_physical_batch():
     batch = LogicalBatch([{"x": _Pinnable()}, [_Pinnable()]], (4, 1))
     pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
     assert type(pinned) is LogicalBatch
@@ -174,23 +174,23 @@ def test_pinning_keeps_the_type_and_reaches_every_physical_batch() -> None:
 _SIZE = 30
 
 
-def _in_memory() -> list[int]:
+def _in_memory():
     return list(range(_SIZE))
 
 
-def _arrow() -> datasets.Dataset:
+def _arrow():
     return datasets.Dataset.from_dict({"x": list(range(_SIZE))})
 
 
-def _transformed() -> datasets.Dataset:
-    def transform(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+def _transformed():
+    def transform(columns):
         first = columns["x"][0]  # fails for an empty list of indices
         return {"x": [x + 0 * first for x in columns["x"]]}
 
     return _arrow().with_transform(transform)
 
 
-def _subset() -> Any:
+def _subset():
     return Subset(_transformed(), range(_SIZE))
 
 
@@ -201,9 +201,7 @@ MakeDataset = Callable[[], Any]
     ("make_dataset", "workers"),
     [(_in_memory, 0), (_transformed, 0), (_transformed, 2), (_subset, 0)],
 )
-def test_loaders_deliver_each_draw_whatever_the_workers(
-    make_dataset: MakeDataset, workers: int
-) -> None:
+def test_loaders_deliver_each_draw_whatever_the_workers(make_dataset, workers):
     rate, steps = 0.05, 25
     draws = list(PoissonBatchSampler(_SIZE, rate, steps, coins()))
     assert [] in draws

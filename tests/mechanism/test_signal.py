@@ -1,11 +1,9 @@
 """What a release holds beyond its noise is seen, and noise alone is not taken for it."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf.accounting import correlated
 from dp_grape_hf.mechanism import Signal
@@ -14,9 +12,7 @@ from tests.support.trainers import make_trainer
 SIZES = {"matrix": (40, 250), "vector": (50,)}
 
 
-def releases(
-    norm: float, std: float, count: int, factors: dict[str, float]
-) -> list[dict[str, Tensor]]:
+def releases(norm, std, count, factors):
     """Returns a gradient of that norm under fresh noise, several times."""
     generator = torch.Generator().manual_seed(0)
     whole = {n: torch.randn(size, generator=generator) for n, size in SIZES.items()}
@@ -32,7 +28,7 @@ def releases(
 
 
 @pytest.mark.parametrize("factors", [{}, {"vector": 4.0}, {"matrix": 0.5}])
-def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
+def test_the_norm_under_the_noise_is_found(factors):
     signal, std = Signal(), 0.01
     for release in releases(norm=0.5, std=std, count=20, factors=factors):
         norm = signal.add(release, std, factors)
@@ -49,7 +45,7 @@ def test_the_norm_under_the_noise_is_found(factors: dict[str, float]) -> None:
     assert signal.take() == {}
 
 
-def test_a_signal_below_each_windows_noise_shows_over_the_run() -> None:
+def test_a_signal_below_each_windows_noise_shows_over_the_run():
     """A norm of 0.03 under noise of 1: ten releases do not show it, and a hundred do."""
     signal, std = Signal(), 0.01
     shown = []
@@ -63,7 +59,7 @@ def test_a_signal_below_each_windows_noise_shows_over_the_run() -> None:
     assert shown[-1].noise == pytest.approx(std * math.sqrt(10_050 / 100), rel=1e-4)
 
 
-def test_what_other_coordinates_held_is_not_added_to_these() -> None:
+def test_what_other_coordinates_held_is_not_added_to_these():
     signal, vector = Signal(), torch.tensor([3.0, 4.0])
     for turn in (1.0, -1.0):  # a mean of all would be zero
         signal.begin_anew()
@@ -72,7 +68,7 @@ def test_what_other_coordinates_held_is_not_added_to_these() -> None:
     assert signal.take() == {"": (pytest.approx(5.0), 0.0)}
 
 
-def test_what_correlated_releases_agree_on_is_found() -> None:
+def test_what_correlated_releases_agree_on_is_found():
     """Each has far more noise than their mean; over 16 steps the latter shows a signal."""
     bands, std = (0.6, 0.5, 0.4, 0.4, 0.2645751311064591), 0.02
     drawn = torch.randn(48, 10_050, generator=torch.Generator().manual_seed(0)).numpy() * std
@@ -97,7 +93,7 @@ def test_what_correlated_releases_agree_on_is_found() -> None:
 
 
 @pytest.mark.parametrize("bands", [(1.0,), (0.8, 0.6)])
-def test_noise_alone_is_no_signal(bands: tuple[float, ...]) -> None:
+def test_noise_alone_is_no_signal(bands):
     """Neither of a window nor of a run. By chance it is one in 2.3 % of the cases."""
     of_windows = of_runs = 0
     for seed in range(60):
@@ -113,7 +109,7 @@ def test_noise_alone_is_no_signal(bands: tuple[float, ...]) -> None:
     assert of_runs <= 6  # of 60; exceeded by chance: below 0.001
 
 
-def test_a_run_logs_the_signal_beside_the_noise(tmp_path: Path) -> None:
+def test_a_run_logs_the_signal_beside_the_noise(tmp_path):
     """Of 24 examples in each draw, each clipped to C, the mean is no longer than C."""
     trainer = make_trainer(
         tmp_path,

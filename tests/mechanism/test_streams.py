@@ -23,7 +23,7 @@ from dp_grape_hf.projections.seeds import projection_seed_for
 # ---- The public streams ----
 
 
-def test_projection_seed_depends_on_every_argument_and_fits_63_bits() -> None:
+def test_projection_seed_depends_on_every_argument_and_fits_63_bits():
     keys = [
         (seed, refresh, name, block)
         for seed in (0, 1, 11, 2**40)
@@ -40,7 +40,7 @@ INF, NAN = float("inf"), float("nan")
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
-def rounded(value: float, dtype: torch.dtype, count: int = 1, seed: int = 0) -> torch.Tensor:
+def rounded(value, dtype, count=1, seed=0):
     """Returns ``count`` roundings of one number, as float64."""
     generator = torch.Generator().manual_seed(seed)
     return round_at_random(torch.full((count,), value), dtype, generator).double()
@@ -62,9 +62,7 @@ def rounded(value: float, dtype: torch.dtype, count: int = 1, seed: int = 0) -> 
         (2**-14 - 2**-26, FP16, 2**-14 - 2**-24, 2**-14),
     ],
 )
-def test_stochastic_rounding_is_unbiased_and_yields_both_neighbours(
-    value: float, dtype: torch.dtype, low: float, high: float
-) -> None:
+def test_stochastic_rounding_is_unbiased_and_yields_both_neighbours(value, dtype, low, high):
     """Seeded. False alarm for fresh coins: 2e-9 for each case, by Hoeffding's inequality."""
     count = 10_000
     found = rounded(value, dtype, count)
@@ -73,7 +71,7 @@ def test_stochastic_rounding_is_unbiased_and_yields_both_neighbours(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-def test_numbers_that_the_type_has_and_no_numbers_are_kept(dtype: torch.dtype) -> None:
+def test_numbers_that_the_type_has_and_no_numbers_are_kept(dtype):
     largest, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     for value in (0.0, 1.0, -1.5, largest, -largest, tiny, -tiny, INF, -INF):
         assert set(rounded(value, dtype, 1000).tolist()) == {value}
@@ -84,7 +82,7 @@ def test_numbers_that_the_type_has_and_no_numbers_are_kept(dtype: torch.dtype) -
     assert round_at_random(value, dtype, torch.Generator()).isnan().all()
 
 
-def test_rounding_keeps_shape_and_input_and_spends_no_other_generator() -> None:
+def test_rounding_keeps_shape_and_input_and_spends_no_other_generator():
     value = torch.randn(4, 6).T
     before, state = value.clone(), torch.get_rng_state()
     result = round_at_random(value, BF16, torch.Generator().manual_seed(0))
@@ -97,7 +95,7 @@ def test_rounding_keeps_shape_and_input_and_spends_no_other_generator() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_types_without_rounding_at_random_are_refused(dtype: torch.dtype) -> None:
+def test_types_without_rounding_at_random_are_refused(dtype):
     with pytest.raises(ValueError, match=f"dtype={dtype}"):
         round_at_random(torch.zeros(3), dtype, torch.Generator())
 
@@ -105,7 +103,7 @@ def test_types_without_rounding_at_random_are_refused(dtype: torch.dtype) -> Non
 # ---- The secret streams ----
 
 
-def test_secret_generators_differ_whatever_the_global_seed() -> None:
+def test_secret_generators_differ_whatever_the_global_seed():
     """False alarm: two generators agree by chance with probability below 2**-1000."""
     draws = []
     for make in (secret_generator, shared_sampling_generator, noise_generator) * 2:
@@ -115,7 +113,7 @@ def test_secret_generators_differ_whatever_the_global_seed() -> None:
         assert not any(torch.equal(draw, other) for other in draws[:i])
 
 
-def test_secret_generator_leaves_every_global_generator_alone() -> None:
+def test_secret_generator_leaves_every_global_generator_alone():
     torch.manual_seed(3)
     random.seed(3)
     torch_state, python_state = torch.get_rng_state(), random.getstate()
@@ -124,11 +122,11 @@ def test_secret_generator_leaves_every_global_generator_alone() -> None:
     assert random.getstate() == python_state
 
 
-def _words(generator: torch.Generator) -> tuple[int, ...]:
+def _words(generator):
     return struct.unpack_from("<624Q", torch.Generator.get_state(generator).numpy().tobytes(), 24)
 
 
-def _steps_of_the_seeding_rule(words: tuple[int, ...]) -> int:
+def _steps_of_the_seeding_rule(words):
     """How many words follow from their predecessor, as all do after any 32-bit seed."""
     return sum(
         words[j] == (1812433253 * (words[j - 1] ^ (words[j - 1] >> 30)) + j) % 2**32
@@ -136,15 +134,13 @@ def _steps_of_the_seeding_rule(words: tuple[int, ...]) -> int:
     )
 
 
-def test_ranks_share_the_entropy_of_the_first_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_entropy_of_the_first_alone(monkeypatch):
     entropy = random.Random(0).randbytes(4 * 624)
     monkeypatch.setattr(streams_module, "from_first", lambda make: entropy)
     assert struct.pack("<624I", *_words(shared_sampling_generator())) == entropy
 
 
-def test_the_first_numbers_are_twisted_and_tempered_entropy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_numbers_are_twisted_and_tempered_entropy(monkeypatch):
     """Python's own Mersenne Twister, started from the same words, gives the same numbers."""
     entropy = random.Random(1).randbytes(4 * 624)
     monkeypatch.setattr(os, "urandom", lambda size: entropy[:size])
@@ -157,14 +153,14 @@ def test_the_first_numbers_are_twisted_and_tempered_entropy(
     assert torch.Generator.initial_seed(generator) == 0
 
 
-def test_an_unknown_state_layout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_state_layout_is_refused(monkeypatch):
     streams_module._require_known_layout.cache_clear()
     monkeypatch.setattr(streams_module, "_STATE_BYTES", 16)
     with pytest.raises(PrivacyError, match=r"len\(current\)=5056"):
         secret_generator()
 
 
-def test_secret_generators_cannot_be_saved_or_copied() -> None:
+def test_secret_generators_cannot_be_saved_or_copied():
     for save in (pickle.dumps, copy.deepcopy, copy.copy):
         with pytest.raises(PrivacyError, match="cannot be pickled"):
             save(noise_generator())
@@ -178,7 +174,7 @@ HANDS_OUT_THE_STATE = ["clone_state", "get_state", "graphsafe_get_state", "initi
 
 
 @pytest.mark.parametrize("name", HANDS_OUT_THE_STATE)
-def test_a_secret_generator_does_not_hand_out_its_state(name: str) -> None:
+def test_a_secret_generator_does_not_hand_out_its_state(name):
     generator = noise_generator()
     before = torch.Generator.get_state(generator)
     with pytest.raises(PrivacyError, match=rf"^{name}\(\) of a SecretGenerator"):
@@ -186,14 +182,14 @@ def test_a_secret_generator_does_not_hand_out_its_state(name: str) -> None:
     assert torch.equal(torch.Generator.get_state(generator), before)
 
 
-def test_torch_has_no_other_way_to_ask_for_the_state() -> None:
+def test_torch_has_no_other_way_to_ask_for_the_state():
     known = {"device", "get_offset", "set_offset"}  # how many numbers were drawn is public
     known |= {"manual_seed", "set_state", "graphsafe_set_state"}  # these take one
     found = {name for name in vars(torch.Generator) if not name.startswith("_")}
     assert found <= known | set(HANDS_OUT_THE_STATE)
 
 
-def test_loaders_and_distributions_never_read_a_secret_generators_state() -> None:
+def test_loaders_and_distributions_never_read_a_secret_generators_state():
     """Data loaders, samplers and torch's own distributions."""
     generator = secret_generator()
     data = list(range(8))
@@ -209,9 +205,7 @@ def test_loaders_and_distributions_never_read_a_secret_generators_state() -> Non
 SHAPES = [(3,), (200_000,), (40, 50), (), (0, 7), (500, 1000), (17,), (70_001,)]
 
 
-def test_plain_generators_draw_noise_sequentially_whatever_the_thread_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_plain_generators_draw_noise_sequentially_whatever_the_thread_count(monkeypatch):
     """Whatever the number of threads: a test that passes a generator gets the same release."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     values = [torch.randn(shape) for shape in SHAPES]
@@ -226,7 +220,7 @@ def test_plain_generators_draw_noise_sequentially_whatever_the_thread_count(
         assert torch.equal(a, b)
 
 
-def test_each_stream_of_a_secret_generator_is_fresh_and_kept() -> None:
+def test_each_stream_of_a_secret_generator_is_fresh_and_kept():
     """False alarm: three words of 623 follow the seeding rule by chance, below 1e-20."""
     assert _steps_of_the_seeding_rule(_words(torch.Generator().manual_seed(7))) == 623
     generator = secret_generator()
@@ -242,7 +236,7 @@ def test_each_stream_of_a_secret_generator_is_fresh_and_kept() -> None:
             pickle.dumps(stream)
 
 
-def test_a_thread_that_fails_fails_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_fails_fails_the_release(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     generator = secret_generator()
     monkeypatch.setattr(type(generator), "streams", lambda self, count: [self, self, self, "none"])
@@ -250,7 +244,7 @@ def test_a_thread_that_fails_fails_the_release(monkeypatch: pytest.MonkeyPatch) 
         add_noise_([torch.zeros(600_000)], 1.0, generator)
 
 
-def test_a_value_without_numbers_gets_no_noise() -> None:
+def test_a_value_without_numbers_gets_no_noise():
     values = [torch.zeros(5), torch.zeros(0), torch.zeros(0, 3)]
     add_noise_(values, 1.0, secret_generator())
     assert values[0].abs().min() > 0

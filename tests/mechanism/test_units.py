@@ -3,13 +3,11 @@
 import itertools
 import math
 from collections import Counter
-from typing import Any
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
@@ -39,7 +37,7 @@ from tests.support.trainers import (
 # ---- Whose an example is ----
 
 
-def _frozen(rows: list[dict[str, Any]]) -> datasets.Dataset:
+def _frozen(rows):
     return datasets.Dataset.from_list(rows)
 
 
@@ -58,7 +56,7 @@ def _frozen(rows: list[dict[str, Any]]) -> datasets.Dataset:
         _frozen([{"user": u} for u in "zabcacbaz"]).select(range(1, 8)),
     ],
 )
-def test_equal_values_are_one_unit(dataset: Any) -> None:
+def test_equal_values_are_one_unit(dataset):
     """Whatever holds them: two tensors of one number are not equal by themselves."""
     units = read_units(dataset, "user")
     assert [units.examples(unit).tolist() for unit in range(len(units))] == [
@@ -69,7 +67,7 @@ def test_equal_values_are_one_unit(dataset: Any) -> None:
     assert (len(units), len(units.order), units.largest) == (3, 7, 3)
 
 
-def test_the_checksum_tells_who_owns_what() -> None:
+def test_the_checksum_tells_who_owns_what():
     one, same, other = (
         read_units([{"user": u} for u in text], "user") for text in ("aab", "xxy", "aba")
     )
@@ -93,7 +91,7 @@ def test_the_checksum_tells_who_owns_what() -> None:
         ([{"user": 1}, {"user": "1"}], r"train_dataset\[1\]\['user'\] is a str, and earlier"),
     ],
 )
-def test_a_column_that_does_not_identify_units_is_refused(dataset: Any, reason: str) -> None:
+def test_a_column_that_does_not_identify_units_is_refused(dataset, reason):
     with pytest.raises(PrivacyError, match=reason):
         read_units(dataset, "user")
 
@@ -104,16 +102,16 @@ UNITS = read_units([{"user": owner} for owner in OWNERS], "user")
 MEMBERS = [UNITS.examples(unit).tolist() for unit in range(len(UNITS))]
 
 
-def _draws(sample_rate: float, steps: int, seed: int = 0, cap: int | None = None, **place: Any):  # type: ignore[no-untyped-def]
+def _draws(sample_rate, steps, seed=0, cap=None, **place):
     place |= {"units": UNITS, "max_examples_per_unit": cap}
     return list(PoissonBatchSampler(len(UNITS), sample_rate, steps, coins(seed), **place))
 
 
-def _unit_of(examples: list[int]) -> int:
+def _unit_of(examples):
     return next(unit for unit, members in enumerate(MEMBERS) if set(examples) <= set(members))
 
 
-def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
+def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling():
     plain = PoissonBatchSampler(len(UNITS), 0.4, 200, coins())
     drawn = _draws(0.4, 200)
     assert drawn == [[MEMBERS[unit] for unit in draw] for draw in plain]
@@ -122,7 +120,7 @@ def test_units_are_drawn_whole_by_the_coins_of_poisson_sampling() -> None:
 
 @pytest.mark.parametrize("cap", [None, 2])
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_share_a_draw_and_never_a_unit(world_size: int, cap: int | None) -> None:
+def test_ranks_share_a_draw_and_never_a_unit(world_size, cap):
     """Also what a cap leaves of a unit is the same on all ranks, although one of them has it."""
     whole = _draws(0.6, 60, cap=cap)
     shares = [
@@ -134,7 +132,7 @@ def test_ranks_share_a_draw_and_never_a_unit(world_size: int, cap: int | None) -
         assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_a_cap_leaves_each_unit_its_probability_and_independence() -> None:
+def test_a_cap_leaves_each_unit_its_probability_and_independence():
     """Counts within five standard deviations, correlations within 5.5: false alarm below 2e-6."""
     steps, q = 3000, 0.3
     table = torch.zeros(steps, len(UNITS), dtype=torch.float64)
@@ -150,7 +148,7 @@ def test_a_cap_leaves_each_unit_its_probability_and_independence() -> None:
     assert lagged.abs().max() < 5.5 * q * (1 - q) / math.sqrt(steps)
 
 
-def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
+def test_a_cap_keeps_a_new_uniform_subset_in_each_batch():
     """Chi-square of the 100 pairs of consecutive subsets, 2 of 5: false alarm below 1e-5."""
     steps, kinds = 4001, set(itertools.combinations(range(5), 2))
     one = read_units([{"user": 0}] * 5, "user")
@@ -164,7 +162,7 @@ def test_a_cap_keeps_a_new_uniform_subset_in_each_batch() -> None:
     assert abs(chi_square - 99) < 5 * math.sqrt(2 * 99)
 
 
-def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
+def test_arguments_of_a_sampler_that_do_not_fit_are_refused():
     with pytest.raises(PrivacyError, match="num_samples"):
         PoissonBatchSampler(5, 0.5, 1, coins(), units=UNITS)
 
@@ -172,12 +170,12 @@ def test_arguments_of_a_sampler_that_do_not_fit_are_refused() -> None:
 # ---- Physical batches ----
 
 
-def _collate(examples: list[int]) -> dict[str, Tensor]:
+def _collate(examples):
     return {"id": torch.tensor(examples)}
 
 
 @pytest.mark.parametrize("physical_batch_size", [7, 8, 30])
-def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
+def test_a_physical_batch_holds_whole_units(physical_batch_size):
     batches = LogicalBatchCollator(_collate, physical_batch_size, of_units=True)(MEMBERS)
     assert batches.sizes == tuple(len(batch["id"]) for batch in batches)
     assert max(batches.sizes) <= physical_batch_size
@@ -191,7 +189,7 @@ def test_a_physical_batch_holds_whole_units(physical_batch_size: int) -> None:
     assert sorted(seen) == sorted(MEMBERS)
 
 
-def test_the_column_stays_behind() -> None:
+def test_the_column_stays_behind():
     rows = [{"user": u, "x": i} for i, u in enumerate("aba")]
     dataset = EmptyDrawDataset(rows, unit_column="user")
     assert dataset[1] == {"x": 1}
@@ -205,17 +203,17 @@ OF_ROWS = (3, 1, 1, 2)  # examples of the units of a batch of 7
 EACH = torch.arange(len(OF_ROWS)).repeat_interleave(torch.tensor(OF_ROWS))
 
 
-def _summed(values: Tensor) -> Tensor:
+def _summed(values):
     """The definition: the sum over the rows of a unit, (U, ...) of (B, ...)."""
     return torch.stack([values[unit == EACH].sum(0) for unit in range(len(OF_ROWS))])
 
 
-def _points() -> dict[str, Tensor]:
+def _points():
     rows = points(len(EACH)).examples
     return {name: torch.stack([torch.as_tensor(r[name]) for r in rows]) for name in ("x", "labels")}
 
 
-def _of_units(name: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
+def _of_units(name, **settings):
     """Returns a model without dropout, and a batch of units for it."""
     case = only(name)
     return case.model(**settings).eval(), case.batch(len(EACH)) | {UNIT_OF_ROW: EACH}
@@ -231,9 +229,7 @@ def _of_units(name: str, **settings: Any) -> tuple[Any, dict[str, Any]]:
         ("gpt2", "layerwise", 2, flat.MOST),
     ],
 )
-def test_a_units_gradient_is_the_sum_of_its_examples(
-    name: str, engine: str, rank: int | None, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_units_gradient_is_the_sum_of_its_examples(name, engine, rank, most, monkeypatch):
     """Norms and weighted sums of every form, against autograd on one example at a time."""
     monkeypatch.setattr(flat, "MOST", most)
     model, batch = _of_units(name, num_hidden_layers=1)
@@ -252,9 +248,9 @@ def test_a_units_gradient_is_the_sum_of_its_examples(
     assert shapes == {name: tuple(g.shape) for name, g in found.items()}
 
 
-def test_every_form_is_seen_by_the_test_above(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_form_is_seen_by_the_test_above(monkeypatch):
     monkeypatch.setattr(flat, "MOST", 0)
-    kinds: set[type] = set()
+    kinds = set()
     for name, rank in (("roberta-classifier", None), ("opt", None)):
         model, batch = _of_units(name, num_hidden_layers=1)
         _, found = UnitEngine(make_engine("layerwise", model))(batch, projectors_for(model, rank))
@@ -262,7 +258,7 @@ def test_every_form_is_seen_by_the_test_above(monkeypatch: pytest.MonkeyPatch) -
     assert {Dense, Factored, SparseRows, GradientSum} <= kinds
 
 
-def test_examples_of_several_rows_are_summed_as_well() -> None:
+def test_examples_of_several_rows_are_summed_as_well():
     """An example of multiple choice is a row per option: the model sees B options rows."""
     entry = row("BERT, multiple choice")
     model, batch = entry.model().eval(), entry.batch(len(EACH))
@@ -276,12 +272,12 @@ def test_examples_of_several_rows_are_summed_as_well() -> None:
     assert_gradients_equal(found, summed, tolerance=1e-4)  # options cancel
 
 
-def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
+def test_an_infinite_example_drops_its_unit_and_no_other():
     generator = torch.Generator().manual_seed(0)
     rows, cols = (torch.randn(7, 2, width, generator=generator) for width in (5, 6))
     indices, values = torch.randint(0, 9, (7, 3), generator=generator), torch.randn(7, 3, 4)
 
-    def clipped(poison: float, first: int = 0) -> dict[str, Tensor]:
+    def clipped(poison, first=0):
         spoilt, total = rows.clone(), {}
         spoilt[1] *= poison  # of unit 0
         examples = {
@@ -291,7 +287,7 @@ def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
         }
         kept = {name: e.select(slice(first, None)) for name, e in examples.items()}
         sizes = OF_ROWS[1:] if first else OF_ROWS
-        units: dict[str, Any] = {n: summed(e, sizes) for n, e in kept.items()}
+        units = {n: summed(e, sizes) for n, e in kept.items()}
         add_clipped_sum_(total, units, 0.5)
         return total
 
@@ -299,14 +295,14 @@ def test_an_infinite_example_drops_its_unit_and_no_other() -> None:
         assert_same_weights(clipped(poison), clipped(1.0, first=3), atol=1e-6, rtol=1e-5)
 
 
-def test_where_no_unit_is_finite_the_sum_is_zero() -> None:
-    total: dict[str, Tensor] = {}
+def test_where_no_unit_is_finite_the_sum_is_zero():
+    total = {}
     examples = Factored(torch.full((7, 2, 5), math.nan), torch.ones(7, 2, 6))
     add_clipped_sum_(total, {"factored": summed(examples, OF_ROWS)}, 0.5)
     assert_same_weights(total, {"factored": torch.zeros(5, 6)})
 
 
-def test_finite_differences_of_a_unit_add_up() -> None:
+def test_finite_differences_of_a_unit_add_up():
     inner = ZerothOrderEngine(TinyForSequenceClassification(), seed=3, n_directions=2)
     batch = _points()
     unit_engine = UnitEngine(inner)
@@ -329,9 +325,7 @@ def test_finite_differences_of_a_unit_add_up() -> None:
         ({UNIT_OF_ROW: EACH[:6]}, "did not return one row for each"),
     ],
 )
-def test_a_batch_without_the_unit_of_each_row_is_refused(
-    changes: dict[str, Any], reason: str
-) -> None:
+def test_a_batch_without_the_unit_of_each_row_is_refused(changes, reason):
     batch = _points()
     batch |= {name: value for name, value in changes.items() if value is not None}
     engine = UnitEngine(make_engine("layerwise", TinyForSequenceClassification()))
@@ -342,7 +336,7 @@ def test_a_batch_without_the_unit_of_each_row_is_refused(
 # ---- Sensitivity ----
 
 
-def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor:
+def _release(clipping, batch, bound=0.3):
     """Returns the sum that the noise is added to, as one vector."""
     with torch.random.fork_rng(devices=[]):
         model = TinyForSequenceClassification()
@@ -352,7 +346,7 @@ def _release(clipping: str, batch: dict[str, Any], bound: float = 0.3) -> Tensor
 
 
 @pytest.mark.parametrize("clipping", ["flat", "automatic"])
-def test_a_user_moves_the_sum_within_one_examples_bound(clipping: str) -> None:
+def test_a_user_moves_the_sum_within_one_examples_bound(clipping):
     """Adding or removing all of a user's examples, alike and large; three examples reach 3 C."""
     batch = _points()
     batch["x"][:3] = 20 * batch["x"][0]

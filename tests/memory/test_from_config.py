@@ -1,7 +1,5 @@
 """A model made of its configuration alone, and its batches: every head gets a loss per sample."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import GPT2Config, MarianConfig, RobertaConfig, T5Config, ViTConfig, WhisperConfig
@@ -29,7 +27,7 @@ GPT2 = GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, architectures=[
 VIT = ViTConfig(image_size=8, patch_size=4, **{k: SIZES[k] for k in list(SIZES)[1:5]})
 
 
-def roberta(**changes: Any) -> RobertaConfig:
+def roberta(**changes):
     return RobertaConfig(**SIZES, **changes)
 
 
@@ -51,7 +49,7 @@ def roberta(**changes: Any) -> RobertaConfig:
         (VIT, "image-classification", "ViTForImageClassification"),
     ],
 )
-def test_every_head_takes_the_batches(config: Any, head: str | None, name: str) -> None:
+def test_every_head_takes_the_batches(config, head, name):
     found = ModelOfConfig(config, head, 8)
     model = found.build(torch.float32)
     assert found.name == type(model).__name__ == name
@@ -64,13 +62,13 @@ def test_every_head_takes_the_batches(config: Any, head: str | None, name: str) 
     assert losses.isfinite().all()
 
 
-def test_a_model_without_head_is_built_as_a_classifier() -> None:
+def test_a_model_without_head_is_built_as_a_classifier():
     found = ModelOfConfig(roberta(architectures=["RobertaModel"]), None, 8)
     assert found.name == "RobertaForSequenceClassification"
     with pytest.raises(PrivacyError, match=r"names the architecture 'NoModel'.*Give --head"):
         ModelOfConfig(MarianConfig(architectures=["NoModel"]), None, 8)
 
 
-def test_a_text_longer_than_its_model_takes_is_refused() -> None:
+def test_a_text_longer_than_its_model_takes_is_refused():
     with pytest.raises(PrivacyError, match="seq_len=21"):
         ModelOfConfig(roberta(), "causal-lm", 21)

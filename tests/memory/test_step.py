@@ -1,9 +1,7 @@
 """The simulated memory of a step: equal to a real step's, and within what the project promises."""
 
 import weakref
-from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from dp_grape_hf.memory import (
     OPTIMIZER,
     PROJECTIONS,
     WEIGHTS,
-    Footprint,
     ModelOfConfig,
     Setting,
     Step,
@@ -33,19 +30,14 @@ from dp_grape_hf.memory import (
 )
 from dp_grape_hf.memory.planning import MOST_SAMPLES, largest_batch
 from dp_grape_hf.memory.step import DP_ADAM, compared
-from dp_grape_hf.memory.timeline import (
-    KINDS,
-    PER_SAMPLE,
-    SUMS,
-    TEMPORARY,
-)
+from dp_grape_hf.memory.timeline import KINDS, PER_SAMPLE, SUMS, TEMPORARY
 from tests.support.trainers import TinyForSequenceClassification
 
 GIB = 2**30
 SLOW = pytest.mark.slow
 
 
-def roberta(hidden: int, layers: int, heads: int, **more: Any) -> RobertaConfig:
+def roberta(hidden, layers, heads, **more):
     return RobertaConfig(
         **{"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers},
         num_attention_heads=heads,
@@ -54,7 +46,7 @@ def roberta(hidden: int, layers: int, heads: int, **more: Any) -> RobertaConfig:
     )
 
 
-def opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
+def opt(hidden, layers, heads, **more):
     return OPTConfig(
         **{"hidden_size": hidden, "word_embed_proj_dim": hidden, "ffn_dim": 4 * hidden},
         **{"num_hidden_layers": layers, "num_attention_heads": heads},
@@ -64,7 +56,7 @@ def opt(hidden: int, layers: int, heads: int, **more: Any) -> OPTConfig:
 
 
 SMALL = {"vocab_size": 1000, "max_position_embeddings": 70}
-FAMILIES: dict[str, Any] = {
+FAMILIES = {
     "roberta": roberta(64, 2, 4, **SMALL),
     "opt": opt(64, 2, 4, **SMALL),
     "vit": ViTConfig(  # its embeddings have the generic rule
@@ -75,11 +67,11 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def described(family: Any, length: int = 64) -> ModelOfConfig:
+def described(family, length=64):
     return ModelOfConfig(FAMILIES[family] if isinstance(family, str) else family, None, length)
 
 
-def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) -> Footprint:
+def simulate(family, setting, length=64, gpu=True):
     model = described(family, length)
     return simulate_step(model.build, model.batch, setting, gpu=gpu)
 
@@ -109,7 +101,7 @@ def simulate(family: Any, setting: Setting, length: int = 64, gpu: bool = True) 
         ),
     ],
 )
-def test_a_simulated_step_uses_the_memory_of_a_real_one(family: str, setting: Setting) -> None:
+def test_a_simulated_step_uses_the_memory_of_a_real_one(family, setting):
     simulated = simulate(family, setting, gpu=False)
     model = prepared(described(family).build(setting.dtype), setting)
     inputs = described(family).batch(8)
@@ -132,7 +124,7 @@ def test_a_simulated_step_uses_the_memory_of_a_real_one(family: str, setting: Se
 
 
 @pytest.mark.slow
-def test_a_simulation_does_not_change_torch_or_its_random_state() -> None:
+def test_a_simulation_does_not_change_torch_or_its_random_state():
     before = torch.get_rng_state()
     functions = functional.dropout, functional.scaled_dot_product_attention
     simulate("roberta", Setting(batch_size=2))
@@ -144,7 +136,7 @@ def test_a_simulation_does_not_change_torch_or_its_random_state() -> None:
 # ---- What is counted, and as what ----
 
 
-def test_a_timeline_finds_the_peak_and_its_parts() -> None:
+def test_a_timeline_finds_the_peak_and_its_parts():
     timeline = Timeline()
     weight = torch.zeros(256)  # 1 KiB
     timeline.label(WEIGHTS, weight)
@@ -168,7 +160,7 @@ def test_a_timeline_finds_the_peak_and_its_parts() -> None:
 
 
 @SLOW
-def test_measuring_principal_directions_takes_less_than_a_training_step() -> None:
+def test_measuring_principal_directions_takes_less_than_a_training_step():
     peak = simulate("roberta", Setting(DP_GRAPE, 16, projection="principal", rank=4))
     given = (
         2 * (3 * 64 + 256) + 64
@@ -177,7 +169,7 @@ def test_measuring_principal_directions_takes_less_than_a_training_step() -> Non
     assert peak.phase == "backward"
 
 
-def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients() -> None:
+def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients():
     timeline = Timeline()
     with timeline:
         early = torch.zeros(2**20)  # of the setup
@@ -198,9 +190,7 @@ def test_a_timeline_finds_kept_memory_and_the_peak_of_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_activations_are_computed_again_where_a_gpu_is_simulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_activations_are_computed_again_where_a_gpu_is_simulated(monkeypatch):
     setting, config = Setting(batch_size=16), roberta(64, 6, 4, **SMALL)
     on_gpu = simulate(config, setting).total
     monkeypatch.setattr(layerwise, "RECOMPUTABLE", ())
@@ -208,7 +198,7 @@ def test_activations_are_computed_again_where_a_gpu_is_simulated(
 
 
 @pytest.mark.slow
-def test_summed_gradients_are_those_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summed_gradients_are_those_of_the_release(monkeypatch):
     monkeypatch.setattr(flat, "MOST", 0)
     small_batch = simulate("opt", Setting(DP_ADAM, 1), length=2)
     assert small_batch.phase in ("clip", "release", "update")
@@ -220,8 +210,8 @@ def test_summed_gradients_are_those_of_the_release(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_the_gpus_attention_has_the_shapes_of_torchs(mask: Any, groups: int) -> None:
-    def attend() -> tuple[Tensor, ...]:
+def test_the_gpus_attention_has_the_shapes_of_torchs(mask, groups):
+    def attend():
         query = torch.zeros(2, 4, 6, 8, requires_grad=True)
         key, value = (torch.zeros(2, 4 // groups, 6, 8, requires_grad=True) for _ in range(2))
         bias = None if mask is None else torch.zeros(2, 1, 6, 6, dtype=mask)
@@ -235,7 +225,7 @@ def test_the_gpus_attention_has_the_shapes_of_torchs(mask: Any, groups: int) -> 
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in attend()]
 
 
-def test_gpus_store_no_attention_matrix_and_byte_masks_for_dropout() -> None:
+def test_gpus_store_no_attention_matrix_and_byte_masks_for_dropout():
     on_gpu, on_cpu = (
         simulate("roberta", Setting(ADAMW, 4), gpu=gpu).kinds[ACTIVATIONS] for gpu in (True, False)
     )
@@ -251,7 +241,7 @@ def test_gpus_store_no_attention_matrix_and_byte_masks_for_dropout() -> None:
     assert timeline.peak().total == 4096 + 4096 + 1024
 
 
-def test_nothing_unusual_is_found_in_fake_tensors() -> None:
+def test_nothing_unusual_is_found_in_fake_tensors():
     with fake_tensors():
         x = torch.zeros(4)
         assert bool(x.isfinite().all())
@@ -261,7 +251,7 @@ def test_nothing_unusual_is_found_in_fake_tensors() -> None:
         assert x.sum().item() == 1
 
 
-def test_a_fake_parameter_keeps_its_identity_when_it_is_moved() -> None:
+def test_a_fake_parameter_keeps_its_identity_when_it_is_moved():
     with fake_tensors():
         layer = nn.Linear(2, 3)
         reference = weakref.ref(layer.weight)
@@ -274,11 +264,11 @@ def test_a_fake_parameter_keeps_its_identity_when_it_is_moved() -> None:
 class SelectingForSequenceClassification(TinyForSequenceClassification):
     """Keeps positive numbers only: how many is not known without contents."""
 
-    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None, id=None):
         return super().forward(x[x > 0].view(len(x), -1), labels)
 
 
-def test_memory_that_depends_on_contents_is_refused() -> None:
+def test_memory_that_depends_on_contents_is_refused():
     with pytest.raises(UnsupportedModelError, match="depends on the contents"):
         simulate_step(
             lambda dtype: SelectingForSequenceClassification(),
@@ -287,7 +277,7 @@ def test_memory_that_depends_on_contents_is_refused() -> None:
         )
 
 
-def test_an_unknown_method_is_refused_by_name() -> None:
+def test_an_unknown_method_is_refused_by_name():
     with pytest.raises(PrivacyError, match="method='sgd'"):
         simulate("roberta", Setting("sgd"))
 
@@ -295,7 +285,7 @@ def test_an_unknown_method_is_refused_by_name() -> None:
 # ---- Which batch fits ----
 
 
-PEAKS: dict[str, Callable[[int], int]] = {
+PEAKS = {
     "a line": lambda size: 2_000 + 200 * size,
     "a constant": lambda size: 1_000,
     "never": lambda size: 10**9,
@@ -307,10 +297,10 @@ PEAKS: dict[str, Callable[[int], int]] = {
 
 
 @pytest.mark.parametrize("name", PEAKS)
-def test_the_largest_batch_fits_and_the_next_does_not(name: str) -> None:
+def test_the_largest_batch_fits_and_the_next_does_not(name):
     peak, asked = PEAKS[name], list[int]()
 
-    def simulated(size: int) -> int:
+    def simulated(size):
         asked.append(size)
         return peak(size)
 
@@ -338,14 +328,12 @@ ROBERTA_LARGE = roberta(
         pytest.param(opt(2048, 24, 32), 512, Setting(batch_size=8), 16.5, id="opt-1.3b"),
     ],
 )
-def test_a_large_model_takes_no_more_than_promised(
-    model: Any, length: int, setting: Setting, most: float
-) -> None:
+def test_a_large_model_takes_no_more_than_promised(model, length, setting, most):
     assert simulate(model, setting, length).total <= most * GIB
 
 
 @SLOW
 @pytest.mark.parametrize("size", [1, 128])
-def test_dp_grape_takes_less_than_adamw_at_every_batch_size(size: int) -> None:
+def test_dp_grape_takes_less_than_adamw_at_every_batch_size(size):
     ours, theirs = (simulate(ROBERTA_LARGE, Setting(m, size), 128).total for m in (DP_GRAPE, ADAMW))
     assert ours < 0.9 * theirs

@@ -18,11 +18,9 @@ import argparse
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,13 +57,13 @@ MODULE = SimpleNamespace(
 class _Generator(Generator):
     """A generator of the CPU that says it is of the device it was made for."""
 
-    def __new__(cls, device: str | torch.device = "cpu") -> _Generator:
+    def __new__(cls, device="cpu"):
         made = Generator.__new__(cls)
         made.place = torch.device(device)
         return made
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self):
         return self.place
 
 
@@ -75,9 +73,7 @@ class _Checks(TorchFunctionMode):
     Numbers that torch would put on the device itself are made on the CPU and put there.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -97,11 +93,11 @@ class _Checks(TorchFunctionMode):
         return output
 
 
-def _is_absent(device: Any) -> bool:
+def _is_absent(device):
     return device is not None and torch.device(device).type == DEVICE
 
 
-def register() -> None:
+def register():
     """Makes the device known to torch, for good.
 
     Raises:
@@ -117,11 +113,11 @@ def register() -> None:
     setup(DEVICE, MODULE)
 
 
-def placed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
+def placed(model, inputs):
     """Puts a model there, in place, and returns its inputs, all without contents."""
-    known: dict[int, Tensor] = {}
+    known = {}
 
-    def there(tensor: Tensor) -> Tensor:
+    def there(tensor):
         if id(tensor) not in known:
             empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -134,14 +130,14 @@ def placed(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: there(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
 
 
-def settings() -> list[Setting]:
+def settings():
     """Returns what is run: every method, and DP-GRAPE in other forms."""
     found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
     grape = Setting(method=DP_GRAPE, batch_size=BATCH)
     return [*found, replace(grape, projection=PRINCIPAL), replace(grape, dtype=torch.bfloat16)]
 
 
-def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting) -> str:
+def run(build, batch, setting):
     """Runs a step; returns "" if all was on the device."""
     model = prepared(build().to(setting.dtype), setting)
     try:
@@ -157,7 +153,7 @@ def run(build: Callable[[], nn.Module], batch: dict[str, Any], setting: Setting)
     return ""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv=None):
     """Runs every setting on every model; returns 1 if something was on two devices."""
     from tests.models.zoo import rows
 
@@ -166,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     register()
     vars(torch)["Generator"] = _Generator
-    counts: Counter[str] = Counter()
+    counts = Counter()
     chosen = [row for row in rows() if re.search(options.only, str(row))]
     for row in tqdm(chosen, disable=None):
         batch = row.batch(BATCH)

@@ -17,20 +17,20 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from dp_grape_hf import per_sample_gradients
 from dp_grape_hf.errors import UnsupportedModelError
-from dp_grape_hf.gradients import ENGINES, Gradients
-from dp_grape_hf.projections import ProjectionSchedule, Projector, default_targets
+from dp_grape_hf.gradients import ENGINES
+from dp_grape_hf.projections import ProjectionSchedule, default_targets
 from recipes.report.checks import model_matrix
 from tests.models.zoo import FAMILIES, WIDE, Row, as_models_take, rows
 
@@ -39,12 +39,7 @@ BATCH_SIZE = 4
 ENGINE_NAMES = sorted(ENGINES, reverse=True)  # the default one first
 
 
-def own_gradients(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    projectors: Mapping[str, Projector] | None = None,
-    loss_of: Callable[[Any], Tensor] | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def own_gradients(model, inputs, projectors=None, loss_of=None):
     """Returns losses (B,) and gradients (B, ...) of the loss that the model itself computes.
 
     Each sample is a batch of its own, with its labels, through ordinary autograd. An unused
@@ -52,8 +47,8 @@ def own_gradients(
     """
     loss_of = loss_of or (lambda sample: model(**as_models_take(sample)).loss)
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    losses: list[Tensor] = []
-    found: dict[str, list[Tensor]] = {name: [] for name in weights}
+    losses = []
+    found = {name: [] for name in weights}
     for i in range(len(next(v for v in inputs.values() if isinstance(v, Tensor)))):
         sample = {k: v[i : i + 1] if isinstance(v, Tensor) else v for k, v in inputs.items()}
         loss = loss_of(sample)
@@ -66,7 +61,7 @@ def own_gradients(
     return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
 
 
-def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[str, Projector]:
+def projectors_for(model, rank, seed=0):
     """Returns Gaussian projectors of the default targets; none where the rank is None."""
     if rank is None:
         return {}
@@ -75,9 +70,7 @@ def projectors_for(model: nn.Module, rank: int | None, seed: int = 0) -> dict[st
     return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
 
 
-def dense(
-    found: Gradients, batch_size: int, device: torch.device | None = None
-) -> dict[str, Tensor]:
+def dense(found, batch_size, device=None):
     """Returns gradients (B, ...) on the CPU, read off weighted sums with one-hot factors."""
     one_hot = torch.eye(batch_size, device=device)
     return {
@@ -86,7 +79,7 @@ def dense(
     }
 
 
-def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def worst_error(found, expected):
     """Returns the largest relative error of one sample's gradient of one parameter.
 
     A gradient below 1e-2 of the sample's total counts as that: the rounding of the larger terms
@@ -102,7 +95,7 @@ def worst_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     return worst.item()
 
 
-def whole_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def whole_error(found, expected):
     """Returns the largest relative error of one sample's gradient of all parameters together."""
     everything = (
         torch.cat([values[name].float().flatten(1) for name in expected], 1)
@@ -146,7 +139,7 @@ CONDITIONS = {
 }
 
 
-def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
+def cell(row, condition, engine):
     """Returns the worst error, or why there is none, or None where the condition does not apply.
 
     A text is ``refused: `` and the reason, or ``fails: `` and an error that nobody expected.
@@ -157,7 +150,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
     inputs = row.batch(BATCH_SIZE, **condition.batch)
     projectors = projectors_for(model, condition.rank)
     condition.prepare(model)
-    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    context = contextlib.nullcontext()
     if condition.autocast is not None:
         context = torch.autocast("cpu", condition.autocast)
     try:
@@ -177,7 +170,7 @@ def cell(row: Row, condition: Condition, engine: str) -> float | str | None:
 # ---- The command ----
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments=None):
     """Renders the table to the standard output, with a progress bar on the standard error."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="Regular expression for 'family, head'.")
@@ -195,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
     verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    cells: dict[str, dict[str, float | str | None]] = {}
+    cells = {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -33,7 +33,7 @@ for build in (row.model, with_constant, with_stream):
 
 
 @pytest.mark.slow
-def test_a_dry_step_finds_tensors_on_two_devices() -> None:
+def test_a_dry_step_finds_tensors_on_two_devices():
     """In a process of its own: a device that torch knows it never forgets."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_DEVICE], capture_output=True, text=True, check=False

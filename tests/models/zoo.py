@@ -8,7 +8,7 @@ Shapes: B samples in the batch, T positions.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,9 +34,7 @@ Batch = dict[str, Tensor]
 # ---- Data ----
 
 
-def texts(
-    batch_size: int, positions: int = 9, seed: int = 0, padding: str = "right", *, target: str
-) -> Batch:
+def texts(batch_size, positions=9, seed=0, padding="right", *, target):
     """Returns random texts, the second and every third after it padded on one side.
 
     ``target`` says what the labels are: a ``class``, ``several`` classes, a ``number``, ``masked``
@@ -90,22 +88,20 @@ def texts(
     return {**inputs, **labels}
 
 
-def answers(batch_size: int, generator: torch.Generator) -> Tensor:
+def answers(batch_size, generator):
     """Returns texts to generate, (B, T), every other one shorter."""
     labels = torch.randint(FIRST_WORD, VOCABULARY, (batch_size, TARGET_LENGTH), generator=generator)
     labels[1::2, 4:] = IGNORED
     return labels
 
 
-def whole_texts(batch_size: int, **settings: Any) -> Batch:
+def whole_texts(batch_size, **settings):
     """Returns random texts, all of one length, with a class."""
     batch = texts(batch_size, target="class", **settings)
     return {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
 
 
-def images(
-    batch_size: int, seed: int = 0, *, channels: int = 1, size: int = IMAGE, **unused: Any
-) -> Batch:
+def images(batch_size, seed=0, *, channels=1, size=IMAGE, **unused):
     """Returns random images, of 2 x 2 patches if small; there is nothing to pad."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(batch_size, channels, size, size, generator=generator)
@@ -115,7 +111,7 @@ def images(
     }
 
 
-def sounds(batch_size: int, seed: int = 0, *, target: str, **unused: Any) -> Batch:
+def sounds(batch_size, seed=0, *, target, **unused):
     """Returns random spectrograms of one length, labelled with a ``class`` or with a ``text``."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(batch_size, MELS, FRAMES, generator=generator)
@@ -124,15 +120,13 @@ def sounds(batch_size: int, seed: int = 0, *, target: str, **unused: Any) -> Bat
     return {"input_features": features, "labels": labels}
 
 
-def spectra(batch_size: int, **settings: Any) -> Batch:
+def spectra(batch_size, **settings):
     """Returns random spectrograms, time first, with a class."""
     batch = sounds(batch_size, target="class", **settings)
     return {"input_values": batch["input_features"].mT.contiguous(), "labels": batch["labels"]}
 
 
-def waves(
-    batch_size: int, seed: int = 0, *, target: str = "class", width: int = 0, **unused: Any
-) -> Batch:
+def waves(batch_size, seed=0, *, target="class", width=0, **unused):
     """Returns random sounds with a ``class`` or a ``text``, every third from the second shorter.
 
     Their frames are numbers, or ``width`` numbers each.
@@ -149,9 +143,7 @@ def waves(
     return {**heard, "attention_mask": mask, "labels": spoken}
 
 
-def described(
-    batch_size: int, *, several: bool = False, patches: bool = False, **settings: Any
-) -> Batch:
+def described(batch_size, *, several=False, patches=False, **settings):
     """Returns images, each with a text that begins with its four image tokens and describes it.
 
     The images are one, or a list of one (``several``), or rows of ``patches`` with their grid.
@@ -161,7 +153,7 @@ def described(
     mask = torch.ones(batch_size, 6, dtype=torch.long)
     ids = torch.full((batch_size, 6), IMAGE_TOKEN)
     ids[:, 0], ids[:, -1] = IMAGE_START, IMAGE_END
-    merged: Batch = {}
+    merged = {}
     for name, before in (
         *(("input_ids", ids), ("attention_mask", mask)),
         ("labels", torch.full_like(ids, IGNORED)),
@@ -180,7 +172,7 @@ def described(
     return merged
 
 
-def as_models_take(batch: Batch) -> Batch:
+def as_models_take(batch):
     """Returns a batch with the patches of all its images in one row, if it has patches."""
     if "image_grid_thw" not in batch:
         return batch
@@ -188,7 +180,7 @@ def as_models_take(batch: Batch) -> Batch:
     return {**batch, **patches}
 
 
-def masked_images(batch_size: int, seed: int = 0, *, noise: bool, **unused: Any) -> Batch:
+def masked_images(batch_size, seed=0, *, noise, **unused):
     """Returns images, and which of their 2 x 2 patches are masked: as such, or by ``noise``."""
     generator = torch.Generator().manual_seed(seed)
     pixels = images(batch_size, seed=seed)["pixel_values"]
@@ -200,7 +192,7 @@ def masked_images(batch_size: int, seed: int = 0, *, noise: bool, **unused: Any)
     return {"pixel_values": pixels, "bool_masked_pos": masked}
 
 
-def end_texts(batch: Batch) -> Batch:
+def end_texts(batch):
     """Ends every text with the end-of-text token, at which some models classify."""
     mask = batch["attention_mask"]
     last = mask.shape[1] - 1 - mask.flip(1).argmax(1)
@@ -311,10 +303,10 @@ class Row:
     family: Family
     task: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.family.name}, {self.task}"
 
-    def model(self, seed: int = 0, **changes: Any) -> Any:
+    def model(self, seed=0, **changes):
         """Returns the model in training mode, with ``changes`` to its configuration."""
         family, task = self.family, TASKS[self.task]
         prefix = family.models or family.config.removesuffix("Config")
@@ -333,12 +325,12 @@ class Row:
             model = quantised(model, family.bits)
         return adapted(model, family.adapter, task.peft, seed) if family.adapter else model
 
-    def batch(self, batch_size: int, **settings: Any) -> Batch:
+    def batch(self, batch_size, **settings):
         """Returns a batch; settings are ``positions``, ``seed`` and ``padding``."""
         batch = TASKS[self.task].batch(batch_size, **settings)
         return end_texts(batch) if self.family.ends and "attention_mask" in batch else batch
 
-    def refused(self, engine: str) -> str | None:
+    def refused(self, engine):
         """Returns a part of the message that the engine refuses the model with, if it does."""
         refused = self.family.refused
         return refused.get(f"{engine}, {self.task}", refused.get(engine))
@@ -350,7 +342,7 @@ _MODEL_CLASSES = {
 }
 
 
-def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **changes: Any) -> Any:
+def build(cls, config, settings, seed=0, **changes):
     """Returns a model in training mode, with no parameter at a special value such as 0 or 1.
 
     No layer, number or path is dropped but for what settings and changes say.
@@ -366,7 +358,7 @@ def build(cls: Any, config: Any, settings: dict[str, Any], seed: int = 0, **chan
     return model.train()
 
 
-def _nf4() -> Any:
+def _nf4():
     """4 bits of bitsandbytes, with scales that are quantised as well."""
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -376,13 +368,13 @@ def _nf4() -> Any:
     )
 
 
-def _torchao() -> Any:
+def _torchao():
     from torchao.quantization import Int8WeightOnlyConfig
 
     return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
-QUANTISED: dict[str, Callable[[], Any]] = {
+QUANTISED = {
     "nf4": _nf4,
     "int8": lambda: transformers.BitsAndBytesConfig(load_in_8bit=True),
     "torchao": _torchao,
@@ -390,7 +382,7 @@ QUANTISED: dict[str, Callable[[], Any]] = {
 """Ways to load weights in 4 or 8 bits."""
 
 
-def quantised(model: Any, how: str) -> Any:
+def quantised(model, how):
     """Returns a model saved, and loaded again in 4 or 8 bits."""
     attention = model.config._attn_implementation
     with TemporaryDirectory() as folder:
@@ -403,7 +395,7 @@ def quantised(model: Any, how: str) -> Any:
         )
 
 
-def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0) -> Any:
+def adapted(model, adapter, task_type, seed=0):
     """Returns the model with a PEFT adapter around or in it."""
     import peft
 
@@ -422,7 +414,7 @@ def adapted(model: nn.Module, adapter: str, task_type: str | None, seed: int = 0
 
 
 @torch.no_grad()
-def _disturb(model: nn.Module) -> None:
+def _disturb(model):
     for parameter in model.parameters():
         if parameter.is_floating_point() and type(parameter) is nn.Parameter:  # not quantised
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -431,16 +423,14 @@ def _disturb(model: nn.Module) -> None:
 # ---- The table ----
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
-SETTINGS: dict[str, dict[str, Any]] = _TABLE["settings"]
+SETTINGS = _TABLE["settings"]
 BERT, OPT, GPT2, LLAMA, VIT = (SETTINGS[name] for name in ("BERT", "OPT", "GPT2", "LLAMA", "VIT"))
 NO_VMAP = _TABLE["words"]["NO_VMAP"]
-ADAPTERS: dict[str, tuple[str, Mapping[str, Any]]] = {
-    name: (cls, made_with) for name, (cls, made_with) in _TABLE["adapters"].items()
-}
+ADAPTERS = {name: (cls, made_with) for name, (cls, made_with) in _TABLE["adapters"].items()}
 """Name of PEFT's method -> what its configuration's class starts with, and what it is made with."""
 
 
-def _families(key: str) -> list[Family]:
+def _families(key):
     return [Family(name, **row) for name, row in _TABLE[key].items()]
 
 
@@ -450,7 +440,7 @@ WIDE = _families("wide")
 """Many more, with a head or two."""
 
 
-def _with_adapters() -> Iterator[Family]:
+def _with_adapters():
     """Yields PEFT's methods on one model of each kind."""
     bases = {family.name: family for family in FAMILIES}
     usual = ("LoRA", "IA3", "prompt tuning")
@@ -477,7 +467,7 @@ def _with_adapters() -> Iterator[Family]:
             )
 
 
-def _quantised() -> Iterator[Family]:
+def _quantised():
     """Yields LoRA on weights in 4 and 8 bits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128}  # a block of 4-bit weights has 64
     for how, name in (("nf4", "4 bits"), ("int8", "8 bits"), ("torchao", "8 bits of torchao")):
@@ -495,6 +485,6 @@ def _quantised() -> Iterator[Family]:
 FAMILIES += [*_with_adapters(), *_quantised()]
 
 
-def rows(families: Sequence[Family] = FAMILIES) -> list[Row]:
+def rows(families=FAMILIES):
     """Returns every family with every task of its row."""
     return [Row(family, task) for family in families for task in family.tasks]

@@ -12,11 +12,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.mutation.saboteurs import SABOTEURS, Saboteur
+from tests.mutation.saboteurs import SABOTEURS
 
 TESTS = Path(__file__).resolve().parents[1]
 OPTIONS = [
@@ -28,15 +27,15 @@ OPTIONS = [
 class Noticed:
     """Which tests failed by an assertion, or for want of an error: no other error counts."""
 
-    def __init__(self) -> None:
-        self.tests: set[str] = set()
+    def __init__(self):
+        self.tests = set()
 
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    def pytest_runtest_makereport(self, item, call):
         if call.excinfo and call.excinfo.errisinstance((AssertionError, pytest.fail.Exception)):
             self.tests.add(f"{item.path.name}::{item.nodeid.partition('::')[2]}")
 
 
-def nodes(saboteurs: list[Saboteur]) -> list[str]:
+def nodes(saboteurs):
     """Returns the tests as pytest takes them: each file is looked for in all folders."""
     found = {}
     for test in (test for saboteur in saboteurs for test in saboteur.tests):
@@ -46,7 +45,7 @@ def nodes(saboteurs: list[Saboteur]) -> list[str]:
     return list(found)
 
 
-def noticed_by(saboteur: Saboteur) -> dict[str, bool]:
+def noticed_by(saboteur):
     """Returns for each of the saboteur's tests, run in a process of its own, whether it noticed."""
     end, start = os.pipe()
     if (child := os.fork()) == 0:
@@ -70,7 +69,7 @@ def noticed_by(saboteur: Saboteur) -> dict[str, bool]:
     return {test: found.get(test, False) for test in saboteur.tests}
 
 
-def main() -> int:
+def main():
     """Prints the table, or as JSON; returns 1 if a test does not notice what it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--json", action="store_true")
@@ -82,7 +81,7 @@ def main() -> int:
     if code:
         sys.stderr.write(said.getvalue())
         return 1
-    table: dict[str, Any] = {}
+    table = {}
     for saboteur in chosen:
         table[saboteur.name] = noticed_by(saboteur)
         if not given.json:

@@ -6,20 +6,18 @@ notice; each must fail under its saboteur, by an assertion.
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import Tensor
 
 from dp_grape_hf.accounting import Releases
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.gradients import Dense, Gradients, forms as representations, replay, units
+from dp_grape_hf.gradients import Dense, forms as representations, replay, units
 from dp_grape_hf.gradients.checks import draws, sketches, spot_checks, state, unused
 from dp_grape_hf.gradients.forms import Factored, GradientSum
 from dp_grape_hf.ledger import Ledger
@@ -59,41 +57,41 @@ class Saboteur:
     apply: Apply
     tests: tuple[str, ...]
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
-def _with(owner: Any, name: str, value: Any) -> Apply:
+def _with(owner, name, value):
     """Returns what gives an object another attribute."""
     return lambda patch: patch.setattr(owner, name, value)
 
 
-def _never(owner: Any, name: str) -> Apply:
+def _never(owner, name):
     return _with(owner, name, lambda *_, **__: None)
 
 
-def _std_times(factor: float) -> Apply:
+def _std_times(factor):
     original = engine.add_noise_
 
-    def add_noise_(values: Any, std: float, *rest: Any) -> None:
+    def add_noise_(values, std, *rest):
         original(values, factor * std, *rest)
 
     return lambda patch: patch.setattr(engine, "add_noise_", add_noise_)
 
 
-def _std_of_mean(patch: pytest.MonkeyPatch) -> None:
+def _std_of_mean(patch):
     original = engine.add_noise_
 
-    def add_noise_(values: Any, std: float, generator: Any, divisor: float, *rest: Any) -> None:
+    def add_noise_(values, std, generator, divisor, *rest):
         original(values, std / divisor, generator, divisor, *rest)
 
     patch.setattr(engine, "add_noise_", add_noise_)
 
 
-def _quiet_when_empty(patch: pytest.MonkeyPatch) -> None:
+def _quiet_when_empty(patch):
     original = PrivateMechanism.release
 
-    def release(self: PrivateMechanism) -> dict[str, Tensor]:
+    def release(self):
         sigma = self.noise_multiplier
         self.noise_multiplier = sigma if self._clipped_sum else 0.0
         result = original(self)
@@ -103,25 +101,25 @@ def _quiet_when_empty(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _drawn_divisor(patch: pytest.MonkeyPatch) -> None:
-    counts: dict[int, int] = {}
+def _drawn_divisor(patch):
+    counts = {}
     begin, accumulate, release = (
         getattr(PrivateMechanism, name) for name in ("begin", "accumulate", "release")
     )
 
-    def begins(self: PrivateMechanism, given: Any) -> None:
+    def begins(self, given):
         counts[id(self)] = 0
         begin(self, given)
 
-    def accumulates(self: PrivateMechanism, inputs: Any) -> Tensor:
-        losses: Tensor = accumulate(self, inputs)
+    def accumulates(self, inputs):
+        losses = accumulate(self, inputs)
         counts[id(self)] += len(losses)
         return losses
 
-    def releases(self: PrivateMechanism) -> dict[str, Tensor]:
+    def releases(self):
         expected = self.expected_batch_size
         self.expected_batch_size = max(1, counts.get(id(self), 0))
-        result: dict[str, Tensor] = release(self)
+        result = release(self)
         self.expected_batch_size = expected
         return result
 
@@ -130,38 +128,38 @@ def _drawn_divisor(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", releases)
 
 
-def _tied_once(patch: pytest.MonkeyPatch) -> None:
-    def part(self: GradientSum, total: Tensor, factors: Tensor) -> None:
+def _tied_once(patch):
+    def part(self, total, factors):
         self.parts[0].add_weighted_sum_(total, factors)
 
     patch.setattr(GradientSum, "add_weighted_sum_", part)
 
 
-def _tied_norm_without_cross_terms(patch: pytest.MonkeyPatch) -> None:
-    def squared_norm(self: GradientSum) -> Tensor:
+def _tied_norm_without_cross_terms(patch):
+    def squared_norm(self):
         return torch.stack([part.squared_norm() for part in self.parts]).sum(0)
 
     patch.setattr(representations.GradientSum, "squared_norm", squared_norm)
 
 
-def _options_one_by_one(patch: pytest.MonkeyPatch) -> None:
-    def squared_norm(self: Factored) -> Tensor:
+def _options_one_by_one(patch):
+    def squared_norm(self):
         return (self.rows.square().sum(2) * self.cols.square().sum(2)).sum(1)
 
     patch.setattr(Factored, "squared_norm", squared_norm)
 
 
-def _noise_from_seed(patch: pytest.MonkeyPatch) -> None:
-    def seeded(device: Any = "cpu", secure: bool = False) -> torch.Generator:
+def _noise_from_seed(patch):
+    def seeded(device="cpu", secure=False):
         return torch.Generator(device).manual_seed(42)  # the seed of the arguments
 
     patch.setattr(mixin, "noise_generator", seeded)
 
 
-def _noise_again(patch: pytest.MonkeyPatch) -> None:
+def _noise_again(patch):
     original, state = engine.add_noise_, torch.Generator().get_state()
 
-    def add_noise_(values: Any, std: float, generator: Any, *rest: Any) -> None:
+    def add_noise_(values, std, generator, *rest):
         same = torch.Generator()
         same.set_state(state)
         original(values, std, same, *rest)
@@ -169,10 +167,10 @@ def _noise_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_noise_", add_noise_)
 
 
-def _epochs(patch: pytest.MonkeyPatch) -> None:
-    waiting: list[int] = []
+def _epochs(patch):
+    waiting = []
 
-    def draw(self: PoissonBatchSampler) -> list[int]:
+    def draw(self):
         size = round(self.sample_rate * self.num_samples)
         if len(waiting) < size:
             waiting[:] = torch.randperm(self.num_samples, generator=self.generator).tolist()
@@ -182,32 +180,30 @@ def _epochs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoissonBatchSampler, "draw", draw)
 
 
-def _without_replacement(patch: pytest.MonkeyPatch) -> None:
-    def draw(self: PoissonBatchSampler) -> list[int]:
+def _without_replacement(patch):
+    def draw(self):
         order = torch.randperm(self.num_samples, generator=self.generator).tolist()
         return sorted(order[: round(self.sample_rate * self.num_samples)])
 
     patch.setattr(PoissonBatchSampler, "draw", draw)
 
 
-def _same_draw(patch: pytest.MonkeyPatch) -> None:
+def _same_draw(patch):
     original = PoissonBatchSampler.draw
 
-    def draw(self: PoissonBatchSampler) -> list[int]:
-        first: list[int] = vars(self).setdefault("_first", original(self))
+    def draw(self):
+        first = vars(self).setdefault("_first", original(self))
         return list(first)
 
     patch.setattr(PoissonBatchSampler, "draw", draw)
 
 
-def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
+def _noise_before_clip(patch):
     _std_times(0.0)(patch)
     original = engine.add_clipped_sum_
 
-    def add_clipped_sum_(
-        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
-    ) -> None:
-        noisy: Gradients = {}
+    def add_clipped_sum_(total, gradients, bound, *rest):
+        noisy = {}
         for name, gradient in gradients.items():
             count = len(gradient.squared_norm())
             whole = torch.stack([gradient.weighted_sum(row) for row in torch.eye(count)])
@@ -217,10 +213,10 @@ def _noise_before_clip(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
-def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
+def _unscaled_in_coordinates(patch):
     original = PrivateMechanism.release
 
-    def release(self: PrivateMechanism) -> dict[str, Tensor]:
+    def release(self):
         std, sigma = self.independent_std, self.noise_multiplier
         self.noise_multiplier = 0.0
         result = original(self)
@@ -233,10 +229,10 @@ def _unscaled_in_coordinates(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _record_afterwards(patch: pytest.MonkeyPatch) -> None:
+def _record_afterwards(patch):
     original, record = PrivateMechanism.release, Ledger.record
 
-    def release(self: PrivateMechanism) -> dict[str, Tensor]:
+    def release(self):
         with pytest.MonkeyPatch.context() as later:
             later.setattr(Ledger, "record", lambda self, steps=1: None)
             result = original(self)
@@ -246,10 +242,10 @@ def _record_afterwards(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _record_every_second(patch: pytest.MonkeyPatch) -> None:
+def _record_every_second(patch):
     original = Ledger.record
 
-    def record(self: Ledger, steps: int = 1) -> None:
+    def record(self, steps=1):
         asked = vars(self)["_asked"] = vars(self).get("_asked", 0) + 1
         if asked % 2:
             original(self, steps)
@@ -257,8 +253,8 @@ def _record_every_second(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "record", record)
 
 
-def _groups_by_index(patch: pytest.MonkeyPatch) -> None:
-    def init(self: Groups, num_samples: int, bands: int, generator: Any) -> None:
+def _groups_by_index(patch):
+    def init(self, num_samples, bands, generator):
         self.count = bands
         self._order = torch.cat([torch.arange(i, num_samples, bands) for i in range(bands)])
         sizes = [len(range(i, num_samples, bands)) for i in range(bands)]
@@ -267,10 +263,10 @@ def _groups_by_index(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Groups, "__init__", init)
 
 
-def _groups_anew(patch: pytest.MonkeyPatch) -> None:
+def _groups_anew(patch):
     original = PoissonBatchSampler._draw_of_group
 
-    def draw(self: PoissonBatchSampler, groups: Groups, number: int) -> list[int]:
+    def draw(self, groups, number):
         if number % groups.count == 0:
             vars(groups).update(vars(Groups(self.num_samples, groups.count, self.generator)))
         return original(self, groups, number)
@@ -278,10 +274,10 @@ def _groups_anew(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoissonBatchSampler, "_draw_of_group", draw)
 
 
-def _turns_from_the_start(patch: pytest.MonkeyPatch) -> None:
+def _turns_from_the_start(patch):
     original = PoissonBatchSampler.draws
 
-    def draws(self: PoissonBatchSampler) -> Any:
+    def draws(self):
         real = self._turns
         turns = real()
         fresh = Turns(turns.bands)
@@ -293,14 +289,14 @@ def _turns_from_the_start(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoissonBatchSampler, "draws", draws)
 
 
-def _groups_of_a_loader(patch: pytest.MonkeyPatch) -> None:
+def _groups_of_a_loader(patch):
     original = PoissonBatchSampler.__init__
 
-    def init(self: PoissonBatchSampler, *args: Any, **kwargs: Any) -> None:
+    def init(self, *args, **kwargs):
         original(self, *args, **kwargs)
         shared, made = self._turns, []
 
-        def own() -> Turns:
+        def own():
             made.append(made[0] if made else Turns(shared().bands))
             made[0].releases = shared().releases
             return made[0]
@@ -310,7 +306,7 @@ def _groups_of_a_loader(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PoissonBatchSampler, "__init__", init)
 
 
-def _states_compared_once(patch: pytest.MonkeyPatch) -> None:
+def _states_compared_once(patch):
     for module in (engine, sampling):
         patch.setattr(module, "StateGuard", _Blind)
 
@@ -318,14 +314,14 @@ def _states_compared_once(patch: pytest.MonkeyPatch) -> None:
 class _Blind(state.StateGuard):
     """Compares nothing."""
 
-    def compare(self, before: Any) -> None:
+    def compare(self, before):
         return None
 
 
-def _seeded_once(patch: pytest.MonkeyPatch) -> None:
+def _seeded_once(patch):
     original, done = mixin.forget_the_seed, []
 
-    def forget() -> None:
+    def forget():
         if not done:
             original()
         done.append(True)
@@ -333,24 +329,24 @@ def _seeded_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(mixin, "forget_the_seed", forget)
 
 
-def _accounted_with(**changes: Any) -> Apply:
+def _accounted_with(**changes):
     original = Releases.block
     return _with(Releases, "block", lambda self: original(replace(self, **changes)))
 
 
-def _long_columns(patch: pytest.MonkeyPatch) -> None:
+def _long_columns(patch):
     init = BandedNoise.__init__
 
-    def longer(self: BandedNoise, coefficients: Any) -> None:
+    def longer(self, coefficients):
         init(self, [1.1 * c for c in coefficients])
 
     patch.setattr(BandedNoise, "__init__", longer)
 
 
-def _noise_outlives(patch: pytest.MonkeyPatch) -> None:
+def _noise_outlives(patch):
     init, last = BandedNoise.__init__, []
 
-    def remembers(self: BandedNoise, coefficients: Any) -> None:
+    def remembers(self, coefficients):
         init(self, coefficients)
         self._ring = last[-1]._ring if last else None
         last.append(self)
@@ -358,47 +354,47 @@ def _noise_outlives(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BandedNoise, "__init__", remembers)
 
 
-def _noise_is_saved(patch: pytest.MonkeyPatch) -> None:
+def _noise_is_saved(patch):
     original = ProjectedOptimizer.state_dict
-    made: list[BandedNoise] = []
+    made = []
     add = BandedNoise.add_
 
-    def adds(self: BandedNoise, *given: Any) -> None:
+    def adds(self, *given):
         made.append(self)
         add(self, *given)
 
-    def state_dict(self: ProjectedOptimizer) -> Any:
+    def state_dict(self):
         return original(self) | {"noise": made[-1]._ring if made else []}
 
     patch.setattr(BandedNoise, "add_", adds)
     patch.setattr(ProjectedOptimizer, "state_dict", state_dict)
 
 
-def _nan_is_finite(patch: pytest.MonkeyPatch) -> None:
-    def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+def _nan_is_finite(patch):
+    def clip_factors(norms, max_grad_norm, automatic):
         return Factors((max_grad_norm / norms).nan_to_num(1.0).clamp(max=1.0), None)
 
     patch.setattr(clipping, "clip_factors", clip_factors)
 
 
-def _large_matrices_unmeasured(patch: pytest.MonkeyPatch) -> None:
+def _large_matrices_unmeasured(patch):
     original = clipping.norms_of
 
-    def norms_of(gradients: Any, factors: Any) -> Tensor:
+    def norms_of(gradients, factors):
         return original({n: g for n, g in gradients.items() if len(g.shape) == 1}, factors)
 
     patch.setattr(clipping, "norms_of", norms_of)
 
 
-def _factors_unmeasured(patch: pytest.MonkeyPatch) -> None:
+def _factors_unmeasured(patch):
     original = clipping.norms_of
     patch.setattr(clipping, "norms_of", lambda gradients, factors: original(gradients))
 
 
-def _factors_after_the_noise_alone(patch: pytest.MonkeyPatch) -> None:
+def _factors_after_the_noise_alone(patch):
     original = PrivateMechanism.release
 
-    def release(self: PrivateMechanism) -> dict[str, Tensor]:
+    def release(self):
         for name, factor in self.gradient_factors.items():
             if name in (total := self._clipped_sum or {}):
                 total[name] /= factor  # what the release would multiply again
@@ -407,12 +403,10 @@ def _factors_after_the_noise_alone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrivateMechanism, "release", release)
 
 
-def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
-    def add_clipped_sum_(
-        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
-    ) -> None:
+def _batch_is_clipped(patch):
+    def add_clipped_sum_(total, gradients, bound, *rest):
         count = len(next(iter(gradients.values())).squared_norm())
-        own: dict[str, Tensor] = {}
+        own = {}
         add_weighted_sum_(own, gradients, Factors(torch.ones(count), None))
         whole = math.sqrt(sum(value.square().sum().item() for value in own.values()))
         for name, value in own.items():
@@ -422,20 +416,18 @@ def _batch_is_clipped(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
-def _nothing_is_clipped(patch: pytest.MonkeyPatch) -> None:
-    def clip_factors(norms: Tensor, max_grad_norm: float, automatic: bool) -> Factors:
+def _nothing_is_clipped(patch):
+    def clip_factors(norms, max_grad_norm, automatic):
         finite = norms.isfinite()
         return Factors(torch.ones(int(finite.sum())), None if finite.all() else finite)
 
     patch.setattr(clipping, "clip_factors", clip_factors)
 
 
-def _each_part_has_all_of_c(patch: pytest.MonkeyPatch) -> None:
+def _each_part_has_all_of_c(patch):
     original = engine.add_clipped_sum_
 
-    def add_clipped_sum_(
-        total: dict[str, Tensor], gradients: Gradients, bound: float, *rest: Any
-    ) -> None:
+    def add_clipped_sum_(total, gradients, bound, *rest):
         *others, apart = rest
         for part in clipping.in_parts(gradients, apart).values():
             original(total, part, bound, *others)
@@ -443,39 +435,39 @@ def _each_part_has_all_of_c(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "add_clipped_sum_", add_clipped_sum_)
 
 
-def _folders_unseen(patch: pytest.MonkeyPatch) -> None:
-    def files_in(folder: Path) -> tuple[dict[str, Path], list[str]]:
+def _folders_unseen(patch):
+    def files_in(folder):
         found, others = model_files.files_in(folder)
         return {name: found[name] for name in found if "/" not in name}, others
 
     patch.setattr(verification, "files_in", files_in)
 
 
-def _configs_unread(patch: pytest.MonkeyPatch) -> None:
+def _configs_unread(patch):
     original = verification._of_the_digests
 
-    def of_weights(saved: Any, *files: Mapping[str, Any]) -> Iterator[verification.Check]:
+    def of_weights(saved, *files):
         return original(saved, *({n: each[n] for n in each if is_weights(n)} for each in files))
 
     patch.setattr(verification, "_of_the_digests", of_weights)
 
 
-def _every_rank(rank: int) -> Apply:
+def _every_rank(rank):
     pretends = SimpleNamespace(get_rank=lambda: rank)
     return lambda patch: patch.setattr(engine, "dist", pretends)
 
 
-def _together(collate: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
+def _together(collate, examples):
     """Collates a physical batch as a whole."""
     split = collate._packed([1] * len(examples), [*range(len(examples))])
     batches = [collate.collate_rows.collator([examples[i] for i in some]) for some in split]
     return LogicalBatch(batches, [len(some) for some in split])
 
 
-def _stretched_to_the_longest(patch: pytest.MonkeyPatch) -> None:
+def _stretched_to_the_longest(patch):
     original = LogicalBatchCollator.__call__
 
-    def collate(self: LogicalBatchCollator, examples: list[Any]) -> LogicalBatch:
+    def collate(self, examples):
         lengths = [s.length for x in examples for s in collation._sequences(x).values()]
         with pytest.MonkeyPatch.context() as meanwhile:
             meanwhile.setattr(collation.Grid, "__call__", lambda *_: max(lengths))
@@ -484,8 +476,8 @@ def _stretched_to_the_longest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogicalBatchCollator, "__call__", collate)
 
 
-def _columns_of_the_first(patch: pytest.MonkeyPatch) -> None:
-    def stacked(rows: list[Any], pack: Any) -> Any:
+def _columns_of_the_first(patch):
+    def stacked(rows, pack):
         for some in pack([*range(len(rows))]):
             names = set.intersection(*(set(rows[i]) for i in some))
             batch = {name: torch.cat([rows[i][name] for i in some]) for name in names}
@@ -494,72 +486,72 @@ def _columns_of_the_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(sampling, "stacked", stacked)
 
 
-def _one_stream(patch: pytest.MonkeyPatch) -> None:
-    def with_separate_seeds(function: Any, items: Any, seeds: Any = None) -> list[Any]:
+def _one_stream(patch):
+    def with_separate_seeds(function, items, seeds=None):
         return [function(item) for item in items]
 
     for module in (collation, sampling):
         patch.setattr(module, "with_separate_seeds", with_separate_seeds)
 
 
-def _fetched_at_once(patch: pytest.MonkeyPatch) -> None:
-    def fetch(self: EmptyDrawDataset, indices: list[int]) -> list[Any]:
+def _fetched_at_once(patch):
+    def fetch(self, indices):
         many = getattr(self.dataset, "__getitems__", None)
         return many(indices) if many else [self.dataset[i] for i in indices]
 
     patch.setattr(EmptyDrawDataset, "__getitems__", fetch)
 
 
-def _two_rows_tried(patch: pytest.MonkeyPatch) -> None:
+def _two_rows_tried(patch):
     original = replay.examine
 
-    def examine(per_sample: Any, inputs: Any, projectors: Any) -> bool:
+    def examine(per_sample, inputs, projectors):
         return original(per_sample, {n: v[:2] for n, v in inputs.items()}, projectors)
 
     patch.setattr(replay, "examine", examine)
     _lengths_of_the_data_tried(patch)
 
 
-def _lengths_of_the_data_tried(patch: pytest.MonkeyPatch) -> None:
+def _lengths_of_the_data_tried(patch):
     patch.setattr(replay, "_of_other_lengths", lambda _, rows: rows)
 
 
-def _signs_alone(patch: pytest.MonkeyPatch) -> None:
+def _signs_alone(patch):
     original = sketches._vectors
     patch.setattr(sketches, "_vectors", lambda *where: original(*where)[:1].sign())
 
 
-def _frozen_by_the_first_example(patch: pytest.MonkeyPatch) -> None:
-    def public_inputs(self: Any) -> Any:
+def _frozen_by_the_first_example(patch):
+    def public_inputs(self):
         return lambda: iter([self.data_collator([dict(self.train_dataset[0])])])
 
     patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
     patch.setattr(unused, "_may_reach", lambda _: False)
 
 
-def _signs_unseen(patch: pytest.MonkeyPatch) -> None:
+def _signs_unseen(patch):
     original = sketches.Sketches.of
 
-    def of(self: sketches.Sketches, names: Any) -> Tensor:
-        found: Tensor = original(self, names)
+    def of(self, names):
+        found = original(self, names)
         return found[..., :1].expand_as(found)
 
     patch.setattr(sketches.Sketches, "of", of)
 
 
-def _measured_on_the_training_data(patch: pytest.MonkeyPatch) -> None:
-    def public_inputs(self: Any) -> Any:
+def _measured_on_the_training_data(patch):
+    def public_inputs(self):
         size = self.args.per_device_train_batch_size
         return mixin.public_batches(self.train_dataset, self.data_collator, size, self.label_names)
 
     patch.setattr(mixin.DPGrapeMixin, "_public_inputs", public_inputs)
 
 
-def _form_unwatched(dataset: Any, collator: Any, example: Any) -> dict[str, inputs_by_form.Form]:
+def _form_unwatched(dataset, collator, example):
     return inputs_by_form.form_of(None, collator, example)
 
 
-BROKEN: dict[str, Apply] = {
+BROKEN = {
     "noise is halved": _std_times(0.5),
     "noise is of the mean's size, on the sum": _std_of_mean,
     "noise is skipped on empty batches": _quiet_when_empty,
@@ -678,7 +670,7 @@ BROKEN: dict[str, Apply] = {
 """Name of a saboteur -> what breaks the mechanism."""
 
 _TABLE = Path(__file__).with_name("saboteurs.yaml").read_text(encoding="utf-8")
-NOTICED: dict[str, list[str]] = yaml.safe_load(_TABLE)
+NOTICED = yaml.safe_load(_TABLE)
 """Name of a saboteur -> the tests that notice it."""
 
 SABOTEURS = tuple(

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.saboteurs import BROKEN, NOTICED, SABOTEURS, Saboteur
+from tests.mutation.saboteurs import BROKEN, NOTICED, SABOTEURS
 
 
 @pytest.fixture(scope="module")
-def table() -> dict[str, dict[str, bool]]:
+def table():
     """Which test noticed which saboteur."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.mutation", "--json"],
@@ -30,10 +30,10 @@ def table() -> dict[str, dict[str, bool]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saboteur", SABOTEURS, ids=str)
-def test_a_saboteur_is_noticed(saboteur: Saboteur, table: dict[str, dict[str, bool]]) -> None:
+def test_a_saboteur_is_noticed(saboteur, table):
     missed = [test for test, noticed in table[saboteur.name].items() if not noticed]
     assert not missed, f"{', '.join(missed)} should notice that {saboteur}"
 
 
-def test_every_saboteur_in_the_table_exists() -> None:
+def test_every_saboteur_in_the_table_exists():
     assert NOTICED.keys() == BROKEN.keys()

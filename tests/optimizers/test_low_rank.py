@@ -1,12 +1,11 @@
 """Separately stored updates: the model computes with ``W + lift(Z)``, and a merge loses nothing."""
 
 import copy
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
@@ -25,20 +24,20 @@ RANK = 4
 SEEDS = 50
 
 
-def projectors_of(model: nn.Module, seed: int = 0, rank: int = RANK) -> dict[str, Projector]:
+def projectors_of(model, seed=0, rank=RANK):
     """Returns projectors of every matrix that is large enough."""
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return ProjectionSchedule(shapes, rank=rank, update_steps=1, seed=seed).at(0)
 
 
-def converted(model: nn.Module, dtype: torch.dtype) -> Any:
+def converted(model, dtype):
     """Converts the parameters, and leaves buffers such as rotary frequencies as they are."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
 
 
-def small_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+def small_model(dtype=torch.bfloat16):
     """Both layer types, each with weights that are projected on either side, with biases."""
     torch.manual_seed(5)
     layers = [nn.Linear(12, 20), Conv1D(12, 20), nn.Tanh(), Conv1D(20, 12), nn.Linear(20, 12)]
@@ -49,11 +48,11 @@ def small_model(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     return model.to(dtype)
 
 
-def adam(model: nn.Module, **settings: Any) -> ProjectedAdam:
+def adam(model, **settings):
     return ProjectedAdam(model.parameters(), **{"lr": 1e-3} | settings)
 
 
-def step(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors, seed: int) -> None:
+def step(model, optimizer, projectors, seed):
     """One update by random gradients, which depend on the seed alone."""
     generator, gradients, by_weight = torch.Generator().manual_seed(seed), {}, {}
     for name, weight in model.named_parameters():
@@ -66,9 +65,7 @@ def step(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors, see
     optimizer.step()
 
 
-def updated(
-    model: nn.Module, **settings: Any
-) -> tuple[dict[str, Projector], ProjectedAdam, LowRankUpdates]:
+def updated(model, **settings):
     """Gives the layers their branches and makes one update; returns what it was made with."""
     projectors, optimizer = projectors_of(model), adam(model, **settings)
     updates = LowRankUpdates(model, optimizer)
@@ -77,7 +74,7 @@ def updated(
     return projectors, optimizer, updates
 
 
-def exact(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors) -> dict[str, Tensor]:
+def exact(model, optimizer, projectors):
     """Returns what the weights stand for, float32."""
     found = {}
     for name, weight in model.named_parameters():
@@ -87,7 +84,7 @@ def exact(model: nn.Module, optimizer: ProjectedAdam, projectors: Projectors) ->
     return found
 
 
-def spacing(value: Tensor) -> Tensor:
+def spacing(value):
     """Returns the distance of bfloat16 neighbours around each number."""
     return 2.0 ** (torch.frexp(value)[1] - 8)
 
@@ -101,9 +98,7 @@ def spacing(value: Tensor) -> Tensor:
     ("name", "engine", "checkpointed"),
     [("gpt2", "layerwise", False), ("llama", "functorch", False), ("gpt2", "layerwise", True)],
 )
-def test_both_engines_compute_with_the_weights_and_their_updates(
-    name: str, engine: str, checkpointed: bool, fused: bool
-) -> None:
+def test_both_engines_compute_with_the_weights_and_their_updates(name, engine, checkpointed, fused):
     """Losses and per-sample gradients are those of the model with merged weights, in float32.
 
     Checkpointed layers have their updates when they run again.
@@ -143,19 +138,19 @@ def test_both_engines_compute_with_the_weights_and_their_updates(
 
 
 class Model(nn.Module):
-    def __init__(self, layers: nn.Module) -> None:
+    def __init__(self, layers):
         super().__init__()
         self.layers = layers
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x):
         return self.layers(x)
 
 
-def squared_outputs(outputs: Tensor, labels: Tensor) -> Tensor:
+def squared_outputs(outputs, labels):
     return outputs.float().square().mean((1, 2)) * labels
 
 
-def test_a_layer_and_its_branch_share_what_both_need() -> None:
+def test_a_layer_and_its_branch_share_what_both_need():
     """Of each layer: the input times P, and adding the two gradients of the input."""
     model = Model(small_model())
     inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
@@ -173,7 +168,7 @@ def test_a_layer_and_its_branch_share_what_both_need() -> None:
     assert apart.total() - together.total() >= 10
 
 
-def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch):
     model = Model(small_model())
     inputs = {"x": torch.randn(3, 5, 12).bfloat16(), "labels": torch.ones(3)}
     projectors, _, updates = updated(model, lr=0.02)
@@ -183,7 +178,7 @@ def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatc
     engine(inputs, projectors)
     expected = model(inputs["x"])
 
-    def fail(*args: Any) -> Tensor:
+    def fail(*args):
         raise MemoryError
 
     monkeypatch.setattr(functions.Linear, "apply", fail)
@@ -192,7 +187,7 @@ def test_a_pass_that_fails_leaves_no_branch_taken(monkeypatch: pytest.MonkeyPatc
     assert torch.equal(model(inputs["x"]), expected)
 
 
-def test_a_branch_keeps_the_layers_dtype_and_input_shape() -> None:
+def test_a_branch_keeps_the_layers_dtype_and_input_shape():
     model = small_model()
     updated(model)
     for shape in [(12,), (1, 12), (5, 12), (2, 3, 12), (0, 12)]:
@@ -205,7 +200,7 @@ def test_a_branch_keeps_the_layers_dtype_and_input_shape() -> None:
     assert model(torch.zeros(5, 12)).dtype is torch.float32
 
 
-def test_a_copy_of_the_model_keeps_its_updates() -> None:
+def test_a_copy_of_the_model_keeps_its_updates():
     model, x = small_model(), torch.randn(5, 12).bfloat16()
     projectors, optimizer, _ = updated(model, lr=0.1)
     duplicate, before = copy.deepcopy(model), model(x)
@@ -217,7 +212,7 @@ def test_a_copy_of_the_model_keeps_its_updates() -> None:
 # ---- The numbers ----
 
 
-def test_a_merge_rounds_to_a_neighbour_and_is_unbiased() -> None:
+def test_a_merge_rounds_to_a_neighbour_and_is_unbiased():
     """A mean over 50 seeds is off by less than 0.43 spacings. By Hoeffding's inequality fresh coins
     fail below 4e-8 for each of 960 numbers; these are seeded."""
     projectors, means, goal = projectors_of(small_model()), {}, {}
@@ -241,7 +236,7 @@ def test_a_merge_rounds_to_a_neighbour_and_is_unbiased() -> None:
         assert (goal[name].bfloat16().float() == before).float().mean() > 0.5
 
 
-def test_a_redraw_merges_with_the_old_projection_and_restarts() -> None:
+def test_a_redraw_merges_with_the_old_projection_and_restarts():
     model = small_model()
     old, new = projectors_of(model, 0), projectors_of(model, 1)
     optimizer = adam(model, lr=0.05, weight_decay=0.1)
@@ -264,7 +259,7 @@ def test_a_redraw_merges_with_the_old_projection_and_restarts() -> None:
     torch.testing.assert_close(converted(model, torch.float32)(x), merged(x))
 
 
-def test_no_two_roundings_share_their_coins() -> None:
+def test_no_two_roundings_share_their_coins():
     """Two equal weights, equally updated, are rounded differently, and so at every step."""
     weights = [nn.Parameter(torch.ones(400).bfloat16()) for _ in range(2)]
     optimizer = ProjectedAdam(weights, lr=2**-9, betas=(0.0, 0.0))
@@ -281,9 +276,7 @@ def test_no_two_roundings_share_their_coins() -> None:
 
 
 @pytest.mark.parametrize("projected", [True, False])
-def test_no_float32_copy_of_a_whole_weight_is_made(
-    projected: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_float32_copy_of_a_whole_weight_is_made(projected, monkeypatch):
     model = nn.Sequential(nn.Linear(64, 300)).bfloat16()
     monkeypatch.setattr(optimizer_module, "_BLOCK", 2000)
     projectors, optimizer = projectors_of(model, rank=2) if projected else {}, adam(model, lr=0.1)
@@ -310,12 +303,12 @@ def test_no_float32_copy_of_a_whole_weight_is_made(
 
 
 class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return 2 * super().forward(x)
 
 
 class Uses(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.once, self.scaled, self.frozen = nn.Linear(12, 12), Scaled(12, 12), nn.Linear(12, 12)
         self.table, self.tied = nn.Embedding(16, 12), nn.Linear(12, 16)
@@ -325,13 +318,13 @@ class Uses(nn.Module):
         self.long = nn.Linear(12, 12)
         self.frozen.requires_grad_(False)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         x = self.again(self.twice(self.once(self.table(ids))))
         x = functional.linear(self.frozen(self.scaled(x)), self.directly.weight)
         return self.tied(x)
 
 
-def test_only_the_weight_of_one_nn_linear_has_a_branch() -> None:
+def test_only_the_weight_of_one_nn_linear_has_a_branch():
     model = Uses().bfloat16()
     model.long.float()
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -349,11 +342,11 @@ def test_only_the_weight_of_one_nn_linear_has_a_branch() -> None:
         assert torch.equal(parameter, before[name]) == (name in updates), name
 
 
-def _trained(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trained(model):
     return ((n, p) for n, p in model.named_parameters() if p.requires_grad and p.dim() == 2)
 
 
-def test_weights_used_without_their_module_are_rounded_at_every_step() -> None:
+def test_weights_used_without_their_module_are_rounded_at_every_step():
     """If its updates were stored separately, nothing would add them."""
     model = Uses().bfloat16()
     projectors, optimizer = projectors_of(model), adam(model, lr=0.1)
@@ -369,7 +362,7 @@ def test_weights_used_without_their_module_are_rounded_at_every_step() -> None:
     assert not model.directly._forward_hooks
 
 
-def test_removing_leaves_merged_weights_and_no_hooks() -> None:
+def test_removing_leaves_merged_weights_and_no_hooks():
     model, x = small_model(), torch.randn(5, 12).bfloat16()
     projectors, optimizer, updates = updated(model, lr=0.05)
     goal = exact(model, optimizer, projectors)
@@ -381,7 +374,7 @@ def test_removing_leaves_merged_weights_and_no_hooks() -> None:
     assert "0.weight" not in updates
 
 
-def test_new_coordinates_without_use_are_refused() -> None:
+def test_new_coordinates_without_use_are_refused():
     """Else updates in two coordinate systems would add up in one."""
     model = small_model()
     optimizer = adam(model)
@@ -399,11 +392,11 @@ def test_new_coordinates_without_use_are_refused() -> None:
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_a_saved_run_continues_bit_by_bit(merge: bool) -> None:
+def test_a_saved_run_continues_bit_by_bit(merge):
     """Merged before it was saved, as the trainer does, or in the middle of a period."""
     shapes = {name: tuple(p.shape) for name, p in small_model().named_parameters()}
 
-    def start() -> tuple[nn.Module, ProjectedAdam, LowRankUpdates, ProjectionSchedule]:
+    def start():
         model = small_model()
         optimizer = adam(model, lr=1e-3, weight_decay=0.1)
         schedule = ProjectionSchedule(shapes, rank=RANK, update_steps=3, seed=1)
@@ -435,7 +428,7 @@ def test_a_saved_run_continues_bit_by_bit(merge: bool) -> None:
         assert torch.equal(a, b), name
 
 
-def test_updates_that_were_not_merged_are_not_dropped_silently() -> None:
+def test_updates_that_were_not_merged_are_not_dropped_silently():
     model = small_model()
     _, optimizer, updates = updated(model)
     plain = ProjectedAdam(small_model(torch.float32).parameters())

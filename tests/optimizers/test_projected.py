@@ -3,21 +3,14 @@
 The definition of each update rule is in ``test_rules``.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.optimizers import (
-    ProjectedAdam,
-    ProjectedOptimizer,
-    projected as optimizer_module,
-)
+from dp_grape_hf.optimizers import ProjectedAdam, ProjectedOptimizer, projected as optimizer_module
 from recipes.benchmark.kernels import Kernels
 from tests.support.optimizers import (
-    Parameters,
     assert_same,
     draw,
     flat_step,
@@ -29,10 +22,10 @@ from tests.support.optimizers import (
 
 
 @pytest.mark.parametrize("way", [step, flat_step])
-def test_groups_have_settings_of_their_own_as_on_adamw(way: Any) -> None:
+def test_groups_have_settings_of_their_own_as_on_adamw(way):
     """The groups of the Hugging Face Trainer: vectors do not decay."""
 
-    def groups(weights: Parameters) -> list[dict[str, Any]]:
+    def groups(weights):
         matrices = [weight for weight in weights.values() if weight.dim() == 2]
         others = [weight for weight in weights.values() if weight.dim() < 2]
         return [
@@ -57,7 +50,7 @@ def test_groups_have_settings_of_their_own_as_on_adamw(way: Any) -> None:
 # ---- Its gradients ----
 
 
-def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+def test_a_parameter_without_a_gradient_is_left_alone():
     """Neither decayed nor given state: it is not part of the release."""
     weights, before = parameters(), parameters()
     optimizer = ProjectedAdam(weights.values(), lr=0.1, weight_decay=0.5)
@@ -69,9 +62,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "decay"), [(torch.float32, 0.0), (torch.bfloat16, 0.3)])
-def test_non_contiguous_and_contiguous_weights_are_updated_alike(
-    dtype: torch.dtype, decay: float
-) -> None:
+def test_non_contiguous_and_contiguous_weights_are_updated_alike(dtype, decay):
     """Torch's kernel would pair its numbers with those of the gradient in the order of memory."""
     values = torch.randn(5, 3).to(dtype)
     turned, plain = nn.Parameter(values.T.contiguous().T), nn.Parameter(values.clone())
@@ -89,9 +80,7 @@ def test_non_contiguous_and_contiguous_weights_are_updated_alike(
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (30, 4)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_the_size_of_blocks_changes_no_update(
-    shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_size_of_blocks_changes_no_update(shape, dtype, monkeypatch):
     """But for the coins of rounding, which move a number to a neighbour at most."""
     found = []
     for size in (8, 2**20):
@@ -108,7 +97,7 @@ def test_the_size_of_blocks_changes_no_update(
     torch.testing.assert_close(*found, rtol=tolerance, atol=tolerance)
 
 
-def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
+def test_the_state_of_a_part_of_the_parameters_is_loaded():
     weights, fresh = parameters(), parameters()
     optimizer, loaded = ProjectedAdam(weights.values()), ProjectedAdam(fresh.values())
     step(optimizer, {"vector": weights["vector"]}, 0)
@@ -116,7 +105,7 @@ def test_the_state_of_a_part_of_the_parameters_is_loaded() -> None:
     assert list(loaded.state) == [fresh["vector"]]
 
 
-def test_the_state_of_another_rank_is_refused() -> None:
+def test_the_state_of_another_rank_is_refused():
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())
     step(optimizer, weights, 0, draw(0))
@@ -131,7 +120,7 @@ def test_the_state_of_another_rank_is_refused() -> None:
 # ---- Refusals ----
 
 
-def test_a_step_needs_a_release_of_its_own() -> None:
+def test_a_step_needs_a_release_of_its_own():
     weights, before = parameters(), parameters()
     optimizer = ProjectedAdam(weights.values(), weight_decay=0.1)
     with pytest.raises(PrivacyError, match=r"without receive\(\)"):
@@ -142,12 +131,12 @@ def test_a_step_needs_a_release_of_its_own() -> None:
         optimizer.step()
 
 
-def test_a_closure_is_refused_before_it_runs() -> None:
+def test_a_closure_is_refused_before_it_runs():
     weights = parameters()
     optimizer = ProjectedAdam(weights.values())
     optimizer.receive({weights[name]: gradient for name, gradient in gradients(0, {}).items()})
 
-    def closure() -> float:
+    def closure():
         raise AssertionError("it ran")
 
     with pytest.raises(PrivacyError, match="closure"):
@@ -156,10 +145,10 @@ def test_a_closure_is_refused_before_it_runs() -> None:
 
 # ---- Gradients in one vector move weights as the same gradients by name do ----
 
-EXACT: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
+EXACT = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def test_separately_stored_updates_are_views_of_the_vector() -> None:
+def test_separately_stored_updates_are_views_of_the_vector():
     one, other = parameters(torch.bfloat16), parameters(torch.bfloat16)
     kept = []
     for weights, way in ((one, step), (other, flat_step)):
@@ -174,7 +163,7 @@ def test_separately_stored_updates_are_views_of_the_vector() -> None:
     assert torch.equal(one["right"], other["right"])
 
 
-def test_small_updates_of_unprojected_16_bit_weights_add_up() -> None:
+def test_small_updates_of_unprojected_16_bit_weights_add_up():
     weights, exact = parameters(torch.bfloat16), parameters()
     for name, weight in weights.items():
         exact[name].data.copy_(weight)
@@ -191,7 +180,7 @@ def test_small_updates_of_unprojected_16_bit_weights_add_up() -> None:
         torch.testing.assert_close(optimizers[0].state[weight]["value"], exact[name].data)
 
 
-def test_changes_of_16_bit_weights_between_runs_are_kept() -> None:
+def test_changes_of_16_bit_weights_between_runs_are_kept():
     weights = parameters(torch.bfloat16)
     optimizer = ProjectedOptimizer(weights.values(), 1e-5, rule="sgd")
     flat_step(optimizer, weights, 0, {})
@@ -203,7 +192,7 @@ def test_changes_of_16_bit_weights_between_runs_are_kept() -> None:
     torch.testing.assert_close(weights["vector"].data, torch.full_like(weights["vector"], 3))
 
 
-def test_no_float32_value_is_stored_for_a_32_bit_weight() -> None:
+def test_no_float32_value_is_stored_for_a_32_bit_weight():
     weights, now = parameters(torch.bfloat16), parameters()
     optimizer = ProjectedOptimizer(weights.values(), 1e-5)
     flat_step(optimizer, weights, 0, {})
@@ -213,7 +202,7 @@ def test_no_float32_value_is_stored_for_a_32_bit_weight() -> None:
     assert not any("value" in loaded.state[w] for w in now.values())
 
 
-def test_one_kernel_call_moves_all_16_bit_weights() -> None:
+def test_one_kernel_call_moves_all_16_bit_weights():
     weights = parameters(torch.bfloat16)
     optimizer, projectors = ProjectedAdam(weights.values()), draw(0)
     for name, projector in projectors.items():
@@ -224,7 +213,7 @@ def test_one_kernel_call_moves_all_16_bit_weights() -> None:
     assert kernels.calls["_fused_adamw_"] == 1
 
 
-def test_gradients_of_weights_unknown_to_the_optimizer_are_refused() -> None:
+def test_gradients_of_weights_unknown_to_the_optimizer_are_refused():
     weights = parameters()
     optimizer = ProjectedOptimizer([weights["left"]], 0.1)
     with pytest.raises(PrivacyError, match="4 of 5 private gradients"):

@@ -2,19 +2,16 @@
 
 import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.optimizers import UPDATE_RULES, ProjectedOptimizer
 from dp_grape_hf.projections import Side
 from tests.support.optimizers import (
     SHAPES,
     SIDES,
-    Draw,
     assert_same,
     draw,
     flat_step,
@@ -25,7 +22,7 @@ from tests.support.optimizers import (
 )
 
 EVERY = 3
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "adam": {"betas": (0.8, 0.9), "eps": 1e-4},
     "sgd": {},
     "momentum": {"momentum": 0.7},
@@ -37,7 +34,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 class Definition:
     """An optimizer in float64. Weights projected on the right are transposed."""
 
-    def __init__(self, rule: str, lr: float, decay: float) -> None:
+    def __init__(self, rule, lr, decay):
         self.rule, self.lr, self.decay = rule, lr, decay
         self.weights = {n: self.turned(n, p.detach().double()) for n, p in parameters().items()}
         self.first = dict.fromkeys(SHAPES, torch.zeros(()))
@@ -45,10 +42,10 @@ class Definition:
         self.count = 0
 
     @staticmethod
-    def turned(name: str, value: Tensor) -> Tensor:
+    def turned(name, value):
         return value.T if SIDES.get(name) is Side.RIGHT else value
 
-    def step(self, number: int, projectors: Draw) -> None:
+    def step(self, number, projectors):
         self.count += 1
         for name, gradient in gradients(number, projectors).items():
             update = self.update(name, self.turned(name, gradient.double()))
@@ -56,7 +53,7 @@ class Definition:
                 update = projectors[name].matrix.double() @ update
             self.weights[name] = (1 - self.lr * self.decay) * self.weights[name] - self.lr * update
 
-    def update(self, name: str, g: Tensor) -> Tensor:
+    def update(self, name, g):
         if self.rule == "sgd":
             return g
         if self.rule == "momentum":
@@ -75,19 +72,19 @@ class Definition:
         return self.first[name] / (1 - beta1**t) / (root + SETTINGS["adam"]["eps"])
 
 
-def assert_defined(weights: Mapping[str, Tensor], definition: Definition, **bounds: float) -> None:
+def assert_defined(weights, definition, **bounds):
     for name, expected in definition.weights.items():
         torch.testing.assert_close(
             weights[name].detach().double(), definition.turned(name, expected), msg=name, **bounds
         )
 
 
-def test_every_rule_is_tested_here() -> None:
+def test_every_rule_is_tested_here():
     assert UPDATE_RULES.keys() == SETTINGS.keys()
     assert all(SETTINGS[name].keys() == rule.settings.keys() for name, rule in UPDATE_RULES.items())
 
 
-def partly_flat_step(optimizer: Any, weights: Any, number: int, projectors: Draw) -> None:
+def partly_flat_step(optimizer, weights, number, projectors):
     """Does what ``step`` does, with other gradients beside the vector at each step."""
     beside = [(), ("square",), ("vector",), ("vector", "number")][number % 4]
     flat_step(optimizer, weights, number, projectors, beside)
@@ -98,7 +95,7 @@ WAYS = {"by name": (step,), "in one vector": (flat_step,), "by turns": (step, pa
 
 @pytest.mark.parametrize("ways", WAYS)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_every_step_is_its_definition(rule: str, ways: str) -> None:
+def test_every_step_is_its_definition(rule, ways):
     """However gradients arrive, and if another optimizer goes on from the state.
 
     Also where an unchanged P comes as another object, as it does after a resume.
@@ -136,9 +133,7 @@ def test_every_step_is_its_definition(rule: str, ways: str) -> None:
         ("adagrad", {}, torch.optim.Adagrad),
     ],
 )
-def test_without_projectors_every_step_is_that_of_torch(
-    rule: str, settings: dict[str, Any], reference: Any
-) -> None:
+def test_without_projectors_every_step_is_that_of_torch(rule, settings, reference):
     ours, theirs = parameters(), parameters()
     optimizer = ProjectedOptimizer(ours.values(), 0.1, rule=rule, **settings)
     other = reference(theirs.values(), lr=0.1, **settings)
@@ -152,7 +147,7 @@ def test_without_projectors_every_step_is_that_of_torch(
 
 @pytest.mark.parametrize("way", [step, flat_step])
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_separately_stored_updates_equal_the_definition(rule: str, way: Any) -> None:
+def test_separately_stored_updates_equal_the_definition(rule, way):
     """In a period without rounding; moments, which rounding does not touch, at every step."""
     weights = parameters(torch.bfloat16)
     settings = SETTINGS[rule] | {"weight_decay": 0.3}
@@ -183,7 +178,7 @@ def test_separately_stored_updates_equal_the_definition(rule: str, way: Any) -> 
 
 
 @pytest.mark.parametrize("rule", ["adam", "sgd", "momentum"])  # their updates of ones are ones
-def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
+def test_small_updates_of_bfloat16_weights_are_not_lost(rule):
     """Each is 1/2000 of the weight; 200 of them come to a tenth, give or take 5 deviations."""
     weight = nn.Parameter(torch.ones(2000, dtype=torch.bfloat16))
     optimizer = ProjectedOptimizer(
@@ -200,7 +195,7 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", SETTINGS)
-def test_a_saved_state_continues_like_an_uninterrupted_one(rule: str, dtype: torch.dtype) -> None:
+def test_a_saved_state_continues_like_an_uninterrupted_one(rule, dtype):
     """Saved within a period; P is another object then."""
     weights = parameters(dtype)
     settings = SETTINGS[rule] | {"weight_decay": 0.1}
@@ -218,7 +213,7 @@ def test_a_saved_state_continues_like_an_uninterrupted_one(rule: str, dtype: tor
             assert torch.equal(copies[name], weight), name
 
 
-def test_the_state_of_another_rule_is_refused() -> None:
+def test_the_state_of_another_rule_is_refused():
     weights = parameters()
     for saved, resumed in itertools.permutations(SETTINGS, 2):
         optimizer = ProjectedOptimizer(weights.values(), rule=saved)
@@ -244,8 +239,6 @@ def test_the_state_of_another_rule_is_refused() -> None:
         ({"weight_decay": -0.1}, "weight_decay value: -0.1"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name(
-    options: dict[str, Any], message: str
-) -> None:
+def test_an_option_that_makes_no_sense_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=message):
         ProjectedOptimizer(parameters().values(), **options)

@@ -1,11 +1,8 @@
 """Principal directions against the eigenvectors of the second moment, formed as its definition."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.projections import (
@@ -36,13 +33,13 @@ MODELS = {
 }
 
 
-def made(name: str) -> Any:
+def made(name):
     return MODELS[name].model().eval()
 
 
-def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+def moments(model, names):
     """Returns the mean of ``x x^T`` over all that the layers of these weights are given."""
-    given: dict[str, list[Tensor]] = {name: [] for name in names}
+    given = {name: [] for name in names}
     hooks = [
         model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(
             lambda _, args, seen=seen: seen.append(args[0].double().flatten(0, -2))
@@ -58,7 +55,7 @@ def moments(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: x.T @ x / len(x) for name, x in rows.items()}
 
 
-def measured(model: Any, names: Iterable[str], rank: int = RANK) -> Any:
+def measured(model, names, rank=RANK):
     return principal_directions(model, dict.fromkeys(names, rank), lambda: synthetic_batches(model))
 
 
@@ -66,9 +63,7 @@ def measured(model: Any, names: Iterable[str], rank: int = RANK) -> Any:
 
 
 @pytest.mark.parametrize("name", slow_but(set(MODELS) - {"wav2vec2"}, MODELS))
-def test_directions_are_the_first_eigenvectors_of_the_second_moment(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directions_are_the_first_eigenvectors_of_the_second_moment(name, monkeypatch):
     for module in (principal, probes):  # energies of random weights fall slowly
         monkeypatch.setattr(module, "TOKENS", 256)
     model = made(name)
@@ -90,7 +85,7 @@ def test_directions_are_the_first_eigenvectors_of_the_second_moment(
             assert overlap > 0.999
 
 
-def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> None:
+def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well():
     generator = torch.Generator().manual_seed(0)
     scales = torch.arange(1, 301).float().rsqrt()
     x = torch.randn(4000, 300, generator=generator) * scales
@@ -102,18 +97,18 @@ def test_hundreds_of_slowly_falling_eigenvalues_are_found_nearly_as_well() -> No
     assert held > 0.99 * best
 
 
-def test_no_matrix_of_the_width_squared_is_made() -> None:
+def test_no_matrix_of_the_width_squared_is_made():
     wide, inputs = nn.Linear(2000, 2), torch.randn(8, 2000)
     with Largest() as largest:
         principal_directions(wide, {"weight": 4}, lambda: [{"input": inputs}])
     assert largest.numbers < 2000 * 100
 
 
-def test_few_inputs_of_a_layer_are_kept_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_inputs_of_a_layer_are_kept_at_a_time(monkeypatch):
     """A public data set may have hundreds of batches of any size."""
     add, kept = principal._Block.add, []
 
-    def adding(block: Any, features: Tensor) -> None:
+    def adding(block, features):
         add(block, features)
         kept.append(sum(map(len, block._kept or ())))
 
@@ -124,7 +119,7 @@ def test_few_inputs_of_a_layer_are_kept_at_a_time(monkeypatch: pytest.MonkeyPatc
     assert max(kept) == 900
 
 
-def test_transposed_weights_and_embeddings_have_directions_of_their_features() -> None:
+def test_transposed_weights_and_embeddings_have_directions_of_their_features():
     model = made("gpt2")
     assert model.lm_head.weight is model.transformer.wte.weight
     names = ["transformer.h.0.mlp.c_proj.weight", "transformer.wte.weight"]
@@ -143,10 +138,10 @@ def test_transposed_weights_and_embeddings_have_directions_of_their_features() -
     assert sides == {names[0]: Side.LEFT, names[1]: Side.RIGHT}
 
 
-def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
+def test_a_tied_table_has_the_directions_of_both_its_uses():
     model = made("gpt2")
     name = "transformer.wte.weight"
-    seen: list[Tensor] = []
+    seen = []
     model.transformer.wte.register_forward_hook(lambda _, args, out: seen.append(out))
     model.lm_head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     with torch.no_grad():
@@ -157,7 +152,7 @@ def test_a_tied_table_has_the_directions_of_both_its_uses() -> None:
     assert torch.allclose(measured(model, [name])[name].energies.double(), best, rtol=1e-3)
 
 
-def test_positions_that_a_mask_leaves_out_do_not_count() -> None:
+def test_positions_that_a_mask_leaves_out_do_not_count():
     model = made("bert")
     name = "bert.encoder.layer.0.attention.self.query.weight"
     ids = torch.randint(5, 60, (2, 8), generator=torch.Generator().manual_seed(0))
@@ -169,13 +164,13 @@ def test_positions_that_a_mask_leaves_out_do_not_count() -> None:
     assert torch.allclose(one[name].directions, other[name].directions, atol=1e-4)
 
 
-def test_a_layer_that_nothing_reaches_has_random_orthonormal_directions() -> None:
+def test_a_layer_that_nothing_reaches_has_random_orthonormal_directions():
     class Halved(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.used, self.left = nn.Linear(8, 8), nn.Linear(8, 8)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x):
             return self.used(x)
 
     found = principal_directions(
@@ -187,7 +182,7 @@ def test_a_layer_that_nothing_reaches_has_random_orthonormal_directions() -> Non
     assert torch.allclose(found["used.weight"].directions[:, 0], torch.full((8,), 8**-0.5))
 
 
-def test_directions_are_a_function_of_weights_inputs_and_seed() -> None:
+def test_directions_are_a_function_of_weights_inputs_and_seed():
     model = made("bert")
     names = default_targets(model)
     one = measured(model, names)
@@ -204,14 +199,14 @@ class Words:
 
     all_special_ids = (0, 1, 2)
 
-    def __call__(self, text: str) -> dict[str, list[int]]:
+    def __call__(self, text):
         return {"input_ids": [1, 9, 2]}
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 50
 
 
-def test_tokens_are_random_words_in_the_frame_of_a_sentence() -> None:
+def test_tokens_are_random_words_in_the_frame_of_a_sentence():
     model = made("bert")
     batches = list(synthetic_batches(model, Words()))
     lengths = [batch["input_ids"].shape[1] for batch in batches]
@@ -227,7 +222,7 @@ def test_tokens_are_random_words_in_the_frame_of_a_sentence() -> None:
     assert counts.min() > 0.6 * counts.mean()
 
 
-def test_a_processor_of_images_has_no_words() -> None:
+def test_a_processor_of_images_has_no_words():
     class Processor:
         image_mean = 0.5
 
@@ -237,7 +232,7 @@ def test_a_processor_of_images_has_no_words() -> None:
     assert all(torch.equal(a["pixel_values"], b["pixel_values"]) for a, b in pairs)
 
 
-def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says() -> None:
+def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says():
     model = made("t5")
     for batch in synthetic_batches(model):
         ends = batch["input_ids"] == model.config.eos_token_id
@@ -247,7 +242,7 @@ def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says() -> None
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs() -> None:
+def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs():
     for each in ROWS:
         model = each.model().eval()
         weights = [n for n in default_targets(model) if min(model.get_parameter(n).shape) > RANK]
@@ -255,7 +250,7 @@ def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs() -> None:
         assert all(principal.total > 0 for principal in found.values()), each
 
 
-def test_images_have_the_spectrum_of_natural_ones() -> None:
+def test_images_have_the_spectrum_of_natural_ones():
     noise = natural_noise((64, 3, 32, 32), 2, torch.Generator().manual_seed(0))
     assert noise.mean((-2, -1)).abs().max() < 1e-5
     assert torch.allclose(noise.std((-2, -1)), torch.ones(64, 3), atol=1e-4)
@@ -263,13 +258,13 @@ def test_images_have_the_spectrum_of_natural_ones() -> None:
     assert 4 < power[2] / power[8] < 64  # 1/f amplitudes along one of two dimensions
 
 
-def test_a_model_of_unknown_inputs_is_refused_with_remedy() -> None:
+def test_a_model_of_unknown_inputs_is_refused_with_remedy():
     with pytest.raises(PrivacyError, match="public_dataset= to the trainer"):
         next(synthetic_batches(nn.Linear(2, 2)))
 
 
-def schedule(update_steps: int | None, log: list[int]) -> PrincipalProjection:
-    def measure(ranks: Any) -> dict[str, Tensor]:
+def schedule(update_steps, log):
+    def measure(ranks):
         log.append(1)
         return {name: torch.eye(20)[:, :rank] * len(log) for name, rank in ranks.items()}
 
@@ -277,13 +272,13 @@ def schedule(update_steps: int | None, log: list[int]) -> PrincipalProjection:
     return PrincipalProjection(shapes, rank=RANK, update_steps=update_steps, measure=measure)
 
 
-def test_directions_are_measured_once_unless_steps_are_given() -> None:
-    once: list[int] = []
+def test_directions_are_measured_once_unless_steps_are_given():
+    once = []
     fixed = schedule(None, once)
     assert fixed.at(0) is fixed.at(500)
     assert list(fixed.at(0)) == ["a"]  # b is no larger than the rank
     assert len(once) == 1
-    every: list[int] = []
+    every = []
     renewed = schedule(3, every)
     first, digest = renewed.at(0), renewed.digest()
     assert renewed.at(2) is first
@@ -293,8 +288,8 @@ def test_directions_are_measured_once_unless_steps_are_given() -> None:
 
 
 @pytest.mark.parametrize("update_steps", [None, 10])
-def test_a_resumed_schedule_continues_with_the_saved_p(update_steps: int | None) -> None:
-    log: list[int] = []
+def test_a_resumed_schedule_continues_with_the_saved_p(update_steps):
+    log = []
     saved = schedule(update_steps, log)
     saved.at(0)
     state = saved.state_dict()

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from dp_grape_hf.projections import (
 )
 from dp_grape_hf.projections.projector import BLOCK_ROWS
 from dp_grape_hf.projections.seeds import projection_generator
-from tests.support.models import CASES, Case, only, row
+from tests.support.models import CASES, only, row
 from tests.support.oracles import assert_gradients_equal, single_sample_gradients
 
 FAMILIES = {name: family for name, family in PROJECTIONS.items() if family is not None}
@@ -27,13 +26,13 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 SHAPES = {"wide": (8, 32), "tall": (32, 8), "square": (8, 8), "small": (3, 40), "bias": (40,)}
 
 
-def schedule(**changes: Any) -> ProjectionSchedule:
+def schedule(**changes):
     settings = {"rank": 3, "update_steps": 4, "seed": 5, **changes}
     return ProjectionSchedule(settings.pop("shapes", SHAPES), **settings)
 
 
 @each_family
-def test_lifting_is_unbiased(family: str) -> None:
+def test_lifting_is_unbiased(family):
     """The mean of ``P P^T`` is the identity up to 5 standard errors in each of 36 entries.
 
     (That over r, for the scaling of the authors' code.)
@@ -57,7 +56,7 @@ def test_lifting_is_unbiased(family: str) -> None:
 
 
 @each_family
-def test_projectors_are_determined_by_seed_refresh_and_name(family: str) -> None:
+def test_projectors_are_determined_by_seed_refresh_and_name(family):
     first = schedule(family=family).at(0)
     assert all(
         torch.equal(p.matrix, schedule(family=family).at(0)[n].matrix) for n, p in first.items()
@@ -75,9 +74,7 @@ def test_projectors_are_determined_by_seed_refresh_and_name(family: str) -> None
 
 
 @pytest.mark.parametrize("update_steps", [1, 4, 100])
-def test_projections_are_redrawn_exactly_at_multiples_of_the_update_steps(
-    update_steps: int,
-) -> None:
+def test_projections_are_redrawn_exactly_at_multiples_of_the_update_steps(update_steps):
     projections = schedule(update_steps=update_steps)
     found = [projections.at(step)["wide"] for step in range(2 * update_steps + 1)]
     pairs = list(pairwise(found))
@@ -86,7 +83,7 @@ def test_projections_are_redrawn_exactly_at_multiples_of_the_update_steps(
     assert not any(torch.equal(*(p.matrix for p in pairs[step - 1])) for step in redrawn)
 
 
-def test_steps_may_be_requested_in_any_order() -> None:
+def test_steps_may_be_requested_in_any_order():
     forward, resumed = schedule(), schedule()
     expected = {step: forward.at(step)["tall"].matrix for step in (0, 5, 9)}
     for step in (9, 0, 5, 9):
@@ -94,7 +91,7 @@ def test_steps_may_be_requested_in_any_order() -> None:
 
 
 @each_family
-def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
+def test_each_block_of_rows_is_drawn_on_its_own(family):
     tall, taller = 2 * BLOCK_ROWS + 7, 3 * BLOCK_ROWS
     matrices = [
         schedule(family=family, shapes={"w": (rows, rows)}).at(0)["w"].matrix
@@ -110,7 +107,7 @@ def test_each_block_of_rows_is_drawn_on_its_own(family: str) -> None:
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 @pytest.mark.parametrize("side", Side)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_both_engines_project_on_any_side_at_any_rank(name: str, side: Side, engine: str) -> None:
+def test_both_engines_project_on_any_side_at_any_rank(name, side, engine):
     case = only(name)
     model, batch = case.model(), case.batch(3, case.positions)
     table = model.get_input_embeddings().weight
@@ -127,9 +124,7 @@ def test_both_engines_project_on_any_side_at_any_rank(name: str, side: Side, eng
 
 @pytest.mark.parametrize("shape", [(8, 32), (32, 8), (8, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_project_and_lift_are_adjoint_batched_and_keep_the_dtype(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_project_and_lift_are_adjoint_batched_and_keep_the_dtype(shape, dtype):
     projector = schedule(shapes={"w": shape}).at(0)["w"]
     gradients = torch.randn(4, *shape)
     p = projector.matrix
@@ -146,7 +141,7 @@ def test_project_and_lift_are_adjoint_batched_and_keep_the_dtype(
 
 
 @pytest.mark.parametrize("side", Side)
-def test_adding_lifted_coordinates_in_place_equals_lifting_them(side: Side) -> None:
+def test_adding_lifted_coordinates_in_place_equals_lifting_them(side):
     projector = Projector(torch.randn(8, 3), side)
     weight = torch.randn(8, 8)
     coordinates = torch.randn(projector.coordinate_shape(weight.shape))
@@ -166,7 +161,7 @@ def test_adding_lifted_coordinates_in_place_equals_lifting_them(side: Side) -> N
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
+def test_default_targets_are_the_matrices_of_the_body(case):
     model = case.model()
     targets = default_targets(model)
     output = model.get_output_embeddings()
@@ -185,14 +180,14 @@ def test_default_targets_are_the_matrices_of_the_body(case: Case) -> None:
     assert not any(weight is table for weight in weights for table in tables)
 
 
-def test_default_targets_omit_score_heads_and_untied_output_embeddings() -> None:
+def test_default_targets_omit_score_heads_and_untied_output_embeddings():
     model = row("Llama, sequence classification").model(num_labels=7)
     assert "score.weight" not in default_targets(model)
     causal = only("llama").model(tie_word_embeddings=False)
     assert "lm_head.weight" not in default_targets(causal)
 
 
-def test_default_targets_of_a_plain_module_are_its_linear_layers() -> None:
+def test_default_targets_of_a_plain_module_are_its_linear_layers():
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 4, bias=False), nn.Linear(4, 2))
     assert default_targets(model) == ["0.weight", "2.weight", "3.weight"]
     model[3].requires_grad_(False)
@@ -203,7 +198,7 @@ def test_default_targets_of_a_plain_module_are_its_linear_layers() -> None:
     assert default_targets(nn.Linear(3, 3)) == ["weight"]
 
 
-def test_default_targets_omit_a_head_with_one_output_per_label() -> None:
+def test_default_targets_omit_a_head_with_one_output_per_label():
     model = nn.Module()
     model.body, model.head = nn.Sequential(nn.Linear(4, 5)), nn.Linear(5, 3)
     model.config = SimpleNamespace(num_labels=3)

@@ -4,7 +4,6 @@ import math
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from huggingface_hub import ModelCard, ModelCardData
@@ -33,19 +32,19 @@ MECHANISM = replace(
 NO_NOISE = {"noise_multiplier": 0.0, "target_epsilon": None, "target_delta": None}
 
 
-def ledger(steps: int = 137, **changes: Any) -> Ledger:
+def ledger(steps=137, **changes):
     return ledgers.ledger_of(steps, replace(MECHANISM, **changes)).snapshot(steps)
 
 
-def claims_privacy(card: str) -> bool:
+def claims_privacy(card):
     tags = ModelCard(card).data.tags
     return "trained with differential privacy" in card or "differential-privacy" in tags
 
 
-def test_the_statement_stands_between_two_marks_below_the_title() -> None:
+def test_the_statement_stands_between_two_marks_below_the_title():
     for changes in ({}, NO_NOISE):
         one = ledger(**changes)
-        names: Any = {"model_name": "ViT, ε = 3", "metrics": {"epsilon": 3.0}}
+        names = {"model_name": "ViT, ε = 3", "metrics": {"epsilon": 3.0}}
         plain, other = render(one), render(one, CardDetails(**names, metrics_are_public=True))
         assert statement_in(plain) == statement_in(other)
         assert statement_in(plain).endswith(list(rows(plain).values())[-1] + " |")
@@ -74,7 +73,7 @@ TAGS = ["dp-grape", "differential-privacy"]
         ),
     ],
 )
-def test_the_metadata_are_those_of_the_hub(details: dict[str, Any], more: dict[str, Any]) -> None:
+def test_the_metadata_are_those_of_the_hub(details, more):
     text = render(ledger(), CardDetails(**details))
     card = ModelCard(text)
     claim = {"epsilon": float(rows(text)["ε spent (upper bound)"]), "delta": 1e-5}
@@ -94,12 +93,12 @@ def test_the_metadata_are_those_of_the_hub(details: dict[str, Any], more: dict[s
         ("---\nbase_model: /data/model\n---\n", "base_model: '/data/model' is not valid"),
     ],
 )
-def test_the_check_of_metadata_can_fail(card: str, error: str) -> None:
+def test_the_check_of_metadata_can_fail(card, error):
     assert error in metadata_errors(card)[0]
 
 
-def test_public_metrics_are_in_the_index_of_the_hub() -> None:
-    given: Any = {"metrics": {"accuracy": 0.9}, "datasets": ["nyu-mll/glue"], "model_name": "Mine"}
+def test_public_metrics_are_in_the_index_of_the_hub():
+    given = {"metrics": {"accuracy": 0.9}, "datasets": ["nyu-mll/glue"], "model_name": "Mine"}
     for public in (True, False):
         details = CardDetails(
             **given, metrics_are_public=public, model_class="BertForSequenceClassification"
@@ -115,7 +114,7 @@ def test_public_metrics_are_in_the_index_of_the_hub() -> None:
             assert (result.dataset_name, result.task_type) == ("nyu-mll/glue", data.pipeline_tag)
 
 
-def test_a_card_shows_loading_code_and_hyperparameters() -> None:
+def test_a_card_shows_loading_code_and_hyperparameters():
     details = CardDetails(
         model_class="OPTForCausalLM", repo_id="user/m", hyperparameters={"Schedule": "a|b"}
     )
@@ -133,7 +132,7 @@ def test_a_card_shows_loading_code_and_hyperparameters() -> None:
 # ---- A card that is there ----
 
 
-def test_only_the_statement_of_a_card_is_replaced() -> None:
+def test_only_the_statement_of_a_card_is_replaced():
     before, after = ledger(100), ledger(137)
     card = render(before, CardDetails(license="mit", tags=("mine",)))
     own = card.replace("## Verify", "## By hand\n\nMy words.\n\n## Verify")
@@ -152,15 +151,13 @@ def test_only_the_statement_of_a_card_is_replaced() -> None:
     assert ModelCard(declared).data.license == "apache-2.0"
 
 
-def test_a_claim_goes_where_a_run_has_no_guarantee() -> None:
+def test_a_claim_goes_where_a_run_has_no_guarantee():
     new = renewed(render(ledger()), render(ledger(**NO_NOISE)))
     assert not claims_privacy(new)
     assert "differential_privacy" not in ModelCard(new).data.to_dict()
 
 
-def test_the_command_keeps_what_the_author_wrote(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_keeps_what_the_author_wrote(folder, capsys):
     path = folder / "README.md"
     path.write_text(render(ledger(100)) + "\nMy words.\n", encoding="utf-8")
     public = ["--metric", "f1=0.5", "--metrics_data", "public", "--pipeline_tag", "fill-mask"]
@@ -181,7 +178,7 @@ def test_the_command_keeps_what_the_author_wrote(
 # ---- Numbers ----
 
 
-def test_every_number_is_that_of_the_ledger() -> None:
+def test_every_number_is_that_of_the_ledger():
     one = ledger()
     found = rows(render(one))
     epsilon = one.epsilon()
@@ -205,7 +202,7 @@ def test_every_number_is_that_of_the_ledger() -> None:
     }
 
 
-def test_the_accountant_is_named_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accountant_is_named_with_its_version(monkeypatch):
     one = ledger(steps=1, accountant="prv")
     name, version = "Accountant's software", one.versions["prv-accountant"]
     assert rows(render(one))[name] == f"prv-accountant {version}"
@@ -214,7 +211,7 @@ def test_the_accountant_is_named_with_its_version(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("steps", [0, 1, 50, 1000])
-def test_a_cards_epsilon_is_not_below_the_ledgers(steps: int) -> None:
+def test_a_cards_epsilon_is_not_below_the_ledgers(steps):
     one = ledger(steps)
     card = render(one)
     claimed = re.search(r"\*\*ε = ([\d.e+-]+)\*\*", card)
@@ -238,15 +235,13 @@ CAPPED = {"privacy_unit": "author", "max_examples_per_unit": 4}
         (CAPPED, "Privacy unit", "`author` with all its examples, at most 4 in a step"),
     ],
 )
-def test_what_is_unusual_has_its_words(changes: dict[str, Any], row: str, cell: str) -> None:
+def test_what_is_unusual_has_its_words(changes, row, cell):
     found = rows(render(ledger(**changes)))
     assert found[row] == cell
     assert "None" not in "".join(found.values())
 
 
-def test_gradient_factors_are_given_where_there_are_any(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gradient_factors_are_given_where_there_are_any(tmp_path, capsys):
     """On the card, and by ``dp-grape ledger``."""
     for factors, said in ((None, None), ('{"head": 4.0}', '{"head": 4.0}, before the clip')):
         one = ledger(gradient_factors=factors)
@@ -260,7 +255,7 @@ def test_gradient_factors_are_given_where_there_are_any(
 # ---- The claim ----
 
 
-def test_a_private_run_says_epsilon_delta_and_unit() -> None:
+def test_a_private_run_says_epsilon_delta_and_unit():
     card = render(ledger(privacy_unit="author"))
     assert claims_privacy(card)
     assert "∞" not in card
@@ -276,7 +271,7 @@ def test_a_private_run_says_epsilon_delta_and_unit() -> None:
     [(NO_NOISE, "noise_multiplier is 0.0"), ({"sampling": "shuffled"}, "shuffled")],
     ids=str,
 )
-def test_a_run_without_a_guarantee_never_says_private(changes: dict[str, Any], reason: str) -> None:
+def test_a_run_without_a_guarantee_never_says_private(changes, reason):
     card = render(ledger(**changes), CardDetails(tags=("differential-privacy",)))
     assert not claims_privacy(card)
     assert "no privacy guarantee" in card
@@ -285,7 +280,7 @@ def test_a_run_without_a_guarantee_never_says_private(changes: dict[str, Any], r
     assert ModelCard(card).data.tags == ["dp-grape"]
 
 
-def test_all_reasons_against_a_guarantee_are_given() -> None:
+def test_all_reasons_against_a_guarantee_are_given():
     one = ledger()
     assert claims_privacy(render(one))
     one.mark_not_private("test generators were passed")
@@ -299,7 +294,7 @@ def test_all_reasons_against_a_guarantee_are_given() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
-def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> None:
+def test_a_card_holds_no_loss_metric_time_or_place(changes):
     one = ledger(**changes)
     card = render(one, CardDetails(base_model="facebook/opt-125m"))
     words = set(re.findall(r"[a-z_]+", card.lower()))
@@ -311,7 +306,7 @@ def test_a_card_holds_no_loss_metric_time_or_place(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
-def test_a_card_states_usage_and_limits_of_epsilon(changes: dict[str, Any]) -> None:
+def test_a_card_states_usage_and_limits_of_epsilon(changes):
     card = render(ledger(**changes))
     assert "arxiv.org/abs/2506.15588" in section(card, "How to cite")
     use = section(card, "Intended use")
@@ -332,7 +327,7 @@ def test_a_card_states_usage_and_limits_of_epsilon(changes: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("public", [True, False])
-def test_metrics_appear_only_with_a_word_on_their_data(public: bool) -> None:
+def test_metrics_appear_only_with_a_word_on_their_data(public):
     assert section(render(ledger()), "Metrics") == ""
     with pytest.raises(PrivacyError, match="metrics_are_public=None"):
         CardDetails(metrics={"accuracy": 0.5})
@@ -343,7 +338,7 @@ def test_metrics_appear_only_with_a_word_on_their_data(public: bool) -> None:
     assert ("ε does not cover these metrics" in shown) == (not public)
 
 
-def test_what_is_declared_adds_to_what_was() -> None:
+def test_what_is_declared_adds_to_what_was():
     first = declare(CardDetails(), True, "en", tags="a", tasks=["text-classification", "other"])
     assert first == CardDetails(language="en", tags=("a",), pipeline_tag="text-classification")
     second = declare(first, False, license="mit", metrics={"f1": 0.5}, dataset_name="d/e")
@@ -357,7 +352,7 @@ def test_what_is_declared_adds_to_what_was() -> None:
     assert glue.datasets == "glue"
 
 
-def test_no_text_writes_the_card() -> None:
+def test_no_text_writes_the_card():
     row = "x |\n| ε spent (upper bound) | 0.001 |\n## Privacy\n"
     cards = [
         render(ledger(steps=3, privacy_unit=row)),
@@ -377,7 +372,7 @@ def test_no_text_writes_the_card() -> None:
 # ---- What is no base for a card ----
 
 
-def test_a_ledger_without_weights_or_delta_has_no_card() -> None:
+def test_a_ledger_without_weights_or_delta_has_no_card():
     one = Ledger.start(MECHANISM)
     one.record(3)
     with pytest.raises(PrivacyError, match="updates=None"):
@@ -387,7 +382,7 @@ def test_a_ledger_without_weights_or_delta_has_no_card() -> None:
         render(ledger(target_delta=None))
 
 
-def test_an_infinite_epsilon_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_infinite_epsilon_is_no_claim(monkeypatch):
     monkeypatch.setattr(Ledger, "epsilon", lambda self: math.inf)
     card = render(ledger())
     assert not claims_privacy(card)
@@ -399,14 +394,12 @@ def test_an_infinite_epsilon_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     ledger().save(tmp_path / LEDGER_NAME)
     return tmp_path
 
 
-def test_the_command_prints_the_card_of_a_saved_folder(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_card_of_a_saved_folder(folder, capsys):
     assert main(["card", str(folder)]) == 0
     assert capsys.readouterr().out == render(Ledger.load(folder / LEDGER_NAME))
     assert not (folder / "README.md").exists()
@@ -415,7 +408,7 @@ def test_the_command_prints_the_card_of_a_saved_folder(
     assert LEDGER_NAME in capsys.readouterr().err
 
 
-def test_the_command_writes_what_is_declared(folder: Path) -> None:
+def test_the_command_writes_what_is_declared(folder):
     options = "--repo_id user/m --license mit --language en --tags a b --datasets d/e --write"
     more = "--base_model u/base --pipeline_tag text-classification --model_name Mine"
     metrics = ["--metric", "test accuracy=0.908", "--metric", "f1=0.5", "--metrics_data", "private"]
@@ -448,9 +441,7 @@ def test_the_command_writes_what_is_declared(folder: Path) -> None:
         (["--metric", "=1", "--metrics_data", "public"], "--metric '=1'"),
     ],
 )
-def test_the_command_refuses_a_metric_that_says_too_little(
-    options: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_refuses_a_metric_that_says_too_little(options, message, folder, capsys):
     assert main(["card", str(folder), *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -460,13 +451,13 @@ def test_the_command_refuses_a_metric_that_says_too_little(
 ROOT = Path(__file__).parents[2]
 
 
-def test_all_committed_cards_are_rendered() -> None:
+def test_all_committed_cards_are_rendered():
     """``make tables`` renders them from their ledgers, and another test compares the pages."""
     assert {path.parent.name for path in (ROOT / CARDS).glob("*/README.md")} == DETAILS.keys()
 
 
 @pytest.mark.parametrize("folder", slow_but({"digits"}, DETAILS))
-def test_the_committed_cards_are_what_their_ledgers_render(folder: str) -> None:
+def test_the_committed_cards_are_what_their_ledgers_render(folder):
     path = ROOT / CARDS / folder
     one, card = Ledger.load(path / LEDGER_NAME), (path / "README.md").read_text(encoding="utf-8")
     assert card == cards.card(ROOT, folder)

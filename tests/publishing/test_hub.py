@@ -8,10 +8,8 @@ import logging
 import shutil
 import struct
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import peft
 import pytest
@@ -31,7 +29,7 @@ from dp_grape_hf.publishing.configs import is_hub_name, without_paths
 from dp_grape_hf.trainer import DPGrapeTrainer
 from dp_grape_hf.trainer.checkpoints import fault_of_checkpoint
 from tests.support.collators import tokenizer
-from tests.support.hub_server import TOKEN, Fault, Hub, metadata_errors, serve_as_the_hub
+from tests.support.hub_server import TOKEN, Fault, metadata_errors, serve_as_the_hub
 from tests.support.ledgers import OF_THE_TRAINER, edit, ledger_of, note_weights
 from tests.support.marks import slow_but
 from tests.support.models import only
@@ -55,13 +53,13 @@ NAME = "roberta-classifier"
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     """A Hub that the client takes for the real one; there is no other network."""
     with serve_as_the_hub(monkeypatch) as server:
         yield server
 
 
-def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
+def trainer_of(folder, cls=DPGrapeTrainer, **changes):
     settings = {
         "model": only(NAME).model(num_hidden_layers=1),
         "train_dataset": examples_of(NAME),
@@ -77,13 +75,13 @@ def trainer_of(folder: Path, cls: Any = DPGrapeTrainer, **changes: Any) -> Any:
     return make_trainer(folder, cls=cls, **settings | changes)
 
 
-def trained(folder: Path, **changes: Any) -> Any:
+def trained(folder, **changes):
     trainer = trainer_of(folder, **{"save_strategy": "no", "max_steps": 1} | changes)
     trainer.train()
     return trainer
 
 
-def nested(folder: str, names: set[str] = MODEL) -> set[str]:
+def nested(folder, names=MODEL):
     return {f"{folder}/{name}" for name in names}
 
 
@@ -96,18 +94,18 @@ class Indiscreet(DPGrapeTrainer):
     draws: list[list[int]]
     losses: list[list[float]]
 
-    def training_step(self, model: nn.Module, inputs: Any, *args: Any) -> Any:
+    def training_step(self, model, inputs, *args):
         rows = [e["input_ids"].tolist() for e in self.train_dataset.examples]
         ids = [rows.index(r[: len(rows[0])]) for x in inputs for r in x["input_ids"].tolist()]
         self.draws.append(ids)
         return super().training_step(model, inputs, *args)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
         self.plant(Path(output_dir))
         self.plant(Path(str(self.args.output_dir)))
 
-    def plant(self, folder: Path) -> None:
+    def plant(self, folder):
         told = {"seed": SEED, "draws": self.draws, "losses": self.losses}
         packed = b"".join(encodings([self.draws, self.losses]))
         for name in ("rng_state.pth", "sampler.bin", "train.log", "runs/events.out.tfevents.1"):
@@ -118,7 +116,7 @@ class Indiscreet(DPGrapeTrainer):
             (folder / name).write_text(json.dumps(told))
 
 
-def encodings(secrets: list[Any]) -> Iterator[bytes]:
+def encodings(secrets):
     """Yields runs of numbers, as texts and as they lie in memory; single small ones say nothing."""
     draws, losses = secrets
     for ids in (ids for ids in draws if len(ids) >= 4):
@@ -135,17 +133,17 @@ def encodings(secrets: list[Any]) -> Iterator[bytes]:
 class Uploading(TrainerCallback):
     """As a tracker of the host's that sends its log whenever a model is pushed."""
 
-    def on_push_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_push_begin(self, *args, **kwargs):
         raise AssertionError("the log of the run would be on the Hub")
 
 
 @pytest.fixture
-def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+def losses(monkeypatch):
     """The losses (B,) of every physical batch."""
-    seen: list[list[float]] = []
+    seen = []
     original = PrivateMechanism.accumulate
 
-    def accumulate(self: PrivateMechanism, *args: Any) -> Any:
+    def accumulate(self, *args):
         result = original(self, *args)
         seen.append(result.tolist())
         return result
@@ -168,13 +166,8 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
     ],
 )
 def test_each_strategy_sends_only_listed_files_and_no_secrets(
-    strategy: str,
-    copies: set[str],
-    messages: list[str],
-    hub: Hub,
-    losses: list[list[float]],
-    tmp_path: Path,
-) -> None:
+    strategy, copies, messages, hub, losses, tmp_path
+):
     out = tmp_path / "out"
     trainer = trainer_of(
         out, Indiscreet, push_to_hub=True, hub_strategy=strategy, callbacks=[Uploading()]
@@ -202,7 +195,7 @@ def test_each_strategy_sends_only_listed_files_and_no_secrets(
     assert not list(out.glob(".publishing-*"))
 
 
-def test_the_model_is_published_with_its_ledger_and_card(hub: Hub, tmp_path: Path) -> None:
+def test_the_model_is_published_with_its_ledger_and_card(hub, tmp_path):
     trainer = trained(tmp_path / "out", target_epsilon=4.0, callbacks=[Uploading()])
     with pytest.raises(TypeError, match="dataset_summary"):  # as the original card would say
         trainer.push_to_hub(dataset_summary="all")
@@ -221,9 +214,7 @@ def test_the_model_is_published_with_its_ledger_and_card(hub: Hub, tmp_path: Pat
     assert_same_weights(weights_of(loaded), weights_of(trainer.model))
 
 
-def test_what_is_published_is_verified_by_one_command(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
-) -> None:
+def test_what_is_published_is_verified_by_one_command(hub, monkeypatch, saved, tmp_path):
     push(saved, tmp_path, copies=("last-checkpoint",))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -241,7 +232,7 @@ def test_what_is_published_is_verified_by_one_command(
 
 
 @pytest.mark.slow
-def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) -> None:
+def test_the_next_push_goes_on_where_the_last_ended(hub, tmp_path):
     trainer = trained(tmp_path)
     first = trainer.push_to_hub()
     assert trainer.push_to_hub(commit_message="again").oid == first.oid
@@ -252,9 +243,7 @@ def test_the_next_push_goes_on_where_the_last_ended(hub: Hub, tmp_path: Path) ->
     assert hub.messages(REPO) == ["End of training", "another"]
 
 
-def test_the_repository_has_the_requested_name_branch_and_visibility(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_the_repository_has_the_requested_name_branch_and_visibility(hub, tmp_path):
     hub.add("tester/mine", {})
     hub.add("tester/mine", {}, branch="trial")
     trainer = trained(tmp_path / "mine", hub_model_id=None, hub_private_repo=True)
@@ -268,9 +257,7 @@ def test_the_repository_has_the_requested_name_branch_and_visibility(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
-def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(
-    hub: Hub, tmp_path: Path
-) -> None:
+def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(hub, tmp_path):
     pytest.importorskip("trl", reason="TRL is an optional extra")
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer
     from tests.support import sft
@@ -294,7 +281,7 @@ def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(
     assert "trl" not in card.lower()
 
 
-def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_path: Path) -> None:
+def test_an_adapter_is_published_without_the_place_of_its_base(hub, tmp_path):
     only(NAME).model(num_hidden_layers=1).save_pretrained(tmp_path / "base")
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
@@ -317,7 +304,7 @@ def test_an_adapter_is_published_without_the_place_of_its_base(hub: Hub, tmp_pat
     assert_same_weights(weights_of(loaded), weights_of(trainer.model))
 
 
-def test_an_untrained_model_is_not_published(hub: Hub, tmp_path: Path) -> None:
+def test_an_untrained_model_is_not_published(hub, tmp_path):
     with pytest.raises(PrivacyError, match=r"push_to_hub\(\) before train"):
         trainer_of(tmp_path).push_to_hub()
     assert hub.requests == []
@@ -334,23 +321,23 @@ class Saved(Publisher):
 
     saved: Path
 
-    def _save_into(self, folder: Path, *_: Any, **__: Any) -> None:
+    def _save_into(self, folder, *_, **__):
         left = shutil.ignore_patterns(*OF_THE_TRAINER)
         shutil.copytree(self.saved, folder, ignore=left, dirs_exist_ok=True)
 
 
-def push(saved: Path, workspace: Path, **changes: Any) -> Any:
+def push(saved, workspace, **changes):
     publisher = Saved(None, workspace, nn.Identity())
     publisher.saved = saved
     publisher.open(REPO, token=TOKEN)
     return publisher.push(0, "a push", **changes)
 
 
-def messages_of(error: BaseException) -> str:
+def messages_of(error):
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def test_a_refused_token_is_said_to_be(hub: Hub, tmp_path: Path) -> None:
+def test_a_refused_token_is_said_to_be(hub, tmp_path):
     with pytest.raises(HfHubHTTPError) as error:
         trained(tmp_path, hub_token="hf_wrong", push_to_hub=True)
     assert "token was refused" in messages_of(error.value)
@@ -359,9 +346,7 @@ def test_a_refused_token_is_said_to_be(hub: Hub, tmp_path: Path) -> None:
     assert "hf_wrong" not in messages_of(error.value)
 
 
-def test_a_token_that_may_not_write_publishes_nothing(
-    hub: Hub, saved: Path, tmp_path: Path
-) -> None:
+def test_a_token_that_may_not_write_publishes_nothing(hub, saved, tmp_path):
     hub.faults.append(Fault("POST", "/commit/", status=403, times=99))
     with pytest.raises(HfHubHTTPError) as error:
         push(saved, tmp_path)
@@ -380,9 +365,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", slow_but({str(FAULTS[3])}, FAULTS))
-def test_a_fault_that_passes_leaves_one_whole_commit(
-    fault: Fault, hub: Hub, saved: Path, tmp_path: Path
-) -> None:
+def test_a_fault_that_passes_leaves_one_whole_commit(fault, hub, saved, tmp_path):
     """The client tries uploads again; a commit that failed is made by another push."""
     fault = replace(fault)
     hub.faults.append(fault)
@@ -398,9 +381,7 @@ def test_a_fault_that_passes_leaves_one_whole_commit(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "pattern"), [("PUT", "/large/"), ("POST", "/commit/")])
-def test_a_failed_upload_leaves_the_repository_unchanged(
-    method: str, pattern: str, hub: Hub, copy: Path, tmp_path: Path
-) -> None:
+def test_a_failed_upload_leaves_the_repository_unchanged(method, pattern, hub, copy, tmp_path):
     push(copy, tmp_path)
     before = hub.files(REPO)
     weights = copy / "model.safetensors"
@@ -422,9 +403,7 @@ def test_a_failed_upload_leaves_the_repository_unchanged(
 
 
 @pytest.mark.slow
-def test_a_failed_background_push_is_logged_and_training_continues(
-    hub: Hub, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_failed_background_push_is_logged_and_training_continues(hub, caplog, tmp_path):
     trainer = trainer_of(tmp_path, push_to_hub=True)
     hub.faults.append(Fault("POST", "/commit/", status=403))
     with caplog.at_level(logging.ERROR, logger="dp_grape_hf"):
@@ -436,9 +415,9 @@ def test_a_failed_background_push_is_logged_and_training_continues(
 
 
 @pytest.mark.slow
-def test_a_running_push_delays_the_next_checkpoints_push(hub: Hub, tmp_path: Path) -> None:
+def test_a_running_push_delays_the_next_checkpoints_push(hub, tmp_path):
     class LetGo(TrainerCallback):
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        def on_train_end(self, *args, **kwargs):
             hub.hold.set()
 
     hub.hold.clear()
@@ -447,9 +426,7 @@ def test_a_running_push_delays_the_next_checkpoints_push(hub: Hub, tmp_path: Pat
     assert hub.messages(REPO) == ["Training in progress, step 2"]
 
 
-def test_a_checkpoint_deleted_during_its_push_arrives_complete(
-    hub: Hub, copy: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_deleted_during_its_push_arrives_complete(hub, copy, tmp_path):
     weights = (copy / "model.safetensors").read_bytes()
     hub.faults.append(Fault("POST", "preupload", status=503))
     hub.hold.clear()
@@ -462,9 +439,7 @@ def test_a_checkpoint_deleted_during_its_push_arrives_complete(
     assert set(hub.files(REPO)) == INITIAL | MODEL
 
 
-def test_weights_of_another_origin_do_not_come_under_our_card(
-    hub: Hub, saved: Path, tmp_path: Path
-) -> None:
+def test_weights_of_another_origin_do_not_come_under_our_card(hub, saved, tmp_path):
     """Weights elsewhere, and what an older push left beside them, do not block."""
     names = {
         *("adapter_model.safetensors", "old.gguf", "model.safetensors.index.json"),
@@ -484,11 +459,11 @@ def test_weights_of_another_origin_do_not_come_under_our_card(
 
 
 def test_a_push_that_cannot_begin_is_logged_and_training_continues(
-    hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+    hub, caplog, monkeypatch, tmp_path
+):
     original = tempfile.mkdtemp
 
-    def mkdtemp(suffix: Any = None, prefix: Any = None, dir: Any = None) -> str:
+    def mkdtemp(suffix=None, prefix=None, dir=None):
         if prefix == ".publishing-":
             raise OSError(28, "No space left on device")
         return original(suffix, prefix, dir)
@@ -505,9 +480,7 @@ def test_a_push_that_cannot_begin_is_logged_and_training_continues(
         trainer.push_to_hub()
 
 
-def test_a_named_adapter_is_published_in_pefts_folder(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_named_adapter_is_published_in_pefts_folder(hub, monkeypatch, tmp_path):
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"])
     model = only(NAME).model(num_hidden_layers=1)
     model = peft.get_peft_model(model, config, adapter_name="mine")
@@ -522,9 +495,7 @@ def test_a_named_adapter_is_published_in_pefts_folder(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")
-def test_what_a_base_is_called_is_decided_before_training(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_a_base_is_called_is_decided_before_training(hub, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     only(NAME).model(num_hidden_layers=1).save_pretrained("patients/base")
     model = AutoModelForSequenceClassification.from_pretrained("patients/base")
@@ -540,7 +511,7 @@ def test_what_a_base_is_called_is_decided_before_training(
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory):
     """A folder that a run saved."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     trained(folder).save_model()
@@ -548,16 +519,16 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(saved: Path, tmp_path: Path) -> Path:
+def copy(saved, tmp_path):
     """A copy of ``saved``, to be spoilt."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 
-def test_a_folder_changed_after_saving_is_not_sent(hub: Hub, copy: Path, tmp_path: Path) -> None:
+def test_a_folder_changed_after_saving_is_not_sent(hub, copy, tmp_path):
     """Whoever changed it: weights, a config, the ledger, a file too many or too few."""
     weights = load((copy / "model.safetensors").read_bytes())
     moved = {name: tensor + 1 for name, tensor in weights.items()}
-    spoilt: dict[str, tuple[Callable[[Path], object], str]] = {
+    spoilt = {
         "weights": (lambda f: save_file(moved, f / "model.safetensors"), "model.safetensors in"),
         "config": (lambda f: (f / "config.json").write_text("{}"), "config.json in"),
         "more": (lambda f: (f / "train.log").write_text("loss 0.31"), "train.log in"),
@@ -582,7 +553,7 @@ def test_a_folder_changed_after_saving_is_not_sent(hub: Hub, copy: Path, tmp_pat
     assert not list((tmp_path / "room").iterdir())
 
 
-def test_places_are_taken_out_of_configs_and_nothing_else_is() -> None:
+def test_places_are_taken_out_of_configs_and_nothing_else_is():
     """However they are written, and at any depth."""
     places = {
         "_name_or_path": "/data/patients/model",
@@ -602,7 +573,7 @@ def test_places_are_taken_out_of_configs_and_nothing_else_is() -> None:
     assert without_paths(config) == {"inner": [kept], "list": ["a list"]}
 
 
-def test_a_name_on_the_hub_is_no_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_name_on_the_hub_is_no_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert is_hub_name("facebook/opt-125m")
     assert is_hub_name("gpt2")

@@ -1,7 +1,6 @@
 """What a Publisher refuses; its page tests that it publishes without a Trainer."""
 
 import json
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -16,7 +15,7 @@ from dp_grape_hf.publishing.configs import clean_configs, is_hub_name
 from tests.support.ledgers import MECHANISM
 
 
-def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
+def test_nothing_is_saved_without_a_ledger(tmp_path):
     publisher = Publisher(None, tmp_path, nn.Linear(2, 2))
     for save in (publisher.save, publisher.write_card):
         with pytest.raises(PrivacyError, match="ledger=None: without a ledger"):
@@ -24,9 +23,7 @@ def test_nothing_is_saved_without_a_ledger(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_saved_stays_until_all_is_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_was_saved_stays_until_all_is_written(monkeypatch, tmp_path):
     """And what a loader would take beside what is new goes."""
     model = nn.Linear(2, 2)
     publisher = Publisher(ledger := Ledger.start(MECHANISM), tmp_path, model)
@@ -49,9 +46,7 @@ def test_what_was_saved_stays_until_all_is_written(
     assert MISMATCH not in {check.status for check in verify(tmp_path)}
 
 
-def test_local_paths_in_configs_are_not_published_and_verification_passes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_local_paths_in_configs_are_not_published_and_verification_passes(tmp_path, monkeypatch):
     model = BertModel(BertConfig(hidden_size=8, num_hidden_layers=0, num_attention_heads=2))
     model.config.backbone = str(tmp_path)
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path / "here", model)
@@ -66,13 +61,13 @@ def test_local_paths_in_configs_are_not_published_and_verification_passes(
         assert MISMATCH not in {check.status for check in verify(tmp_path / place)}
 
 
-def test_a_config_that_names_other_weights_is_not_published(tmp_path: Path) -> None:
+def test_a_config_that_names_other_weights_is_not_published(tmp_path):
     (tmp_path / "config.json").write_text('{"transformers_weights": "optimizer.safetensors"}')
     with pytest.raises(PrivacyError, match=r"config\.json says transformers_weights"):
         clean_configs(tmp_path, is_hub_name)
 
 
-def test_nothing_is_pushed_before_a_repository_is_open(tmp_path: Path) -> None:
+def test_nothing_is_pushed_before_a_repository_is_open(tmp_path):
     publisher = Publisher(Ledger.start(MECHANISM), tmp_path, nn.Linear(2, 2))
     with pytest.raises(PrivacyError, match=r"push\(\) was called before open\(\)"):
         publisher.push(0)

@@ -6,12 +6,10 @@ package is asked.
 
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.publishing import render
 from tests.support.cards import rows
 from tests.support.ledgers import MECHANISM, ledger_of
@@ -32,7 +30,7 @@ INDEPENDENT = replace(
 )
 BANDED = replace(INDEPENDENT, noise="banded", coefficients=f"{[12**-0.5] * 12}")
 USERS = {"privacy_unit": "user", "max_examples_per_unit": 4}
-CASES: dict[str, tuple[Mechanism, tuple[int, ...]]] = {
+CASES = {
     "independent": (INDEPENDENT, (120,)),
     "independent, by rdp": (replace(INDEPENDENT, accountant="rdp"), (120,)),
     "independent, resumed": (INDEPENDENT, (70, 50)),
@@ -45,7 +43,7 @@ CASES: dict[str, tuple[Mechanism, tuple[int, ...]]] = {
 ACCOUNTED = re.compile(r"(\d+) releases at sampling rate (\S+) with sigma ([\d.e+-]+)")
 
 
-def _of_sessions(folder: Path, mechanism: Mechanism, sessions: tuple[int, ...]) -> Ledger:
+def _of_sessions(folder, mechanism, sessions):
     """Returns the ledger of a run that was resumed after each session but the last."""
     live, copy = folder / LEDGER_NAME, folder / "checkpoint-1" / LEDGER_NAME
     ledger = ledger_of(sessions[0], mechanism, path=live)
@@ -57,7 +55,7 @@ def _of_sessions(folder: Path, mechanism: Mechanism, sessions: tuple[int, ...]) 
     return ledger
 
 
-def _blocks(found: dict[str, str]) -> list[tuple[int, float, float]]:
+def _blocks(found):
     """Returns releases, sampling rate and sigma, as the rows of a card say."""
     sampling = re.fullmatch(r"poisson, rate q = (\S+)", found["Sampling"])
     if sampling is not None:
@@ -69,17 +67,17 @@ def _blocks(found: dict[str, str]) -> list[tuple[int, float, float]]:
     return [(int(n), float(rate), float(sigma)) for n, rate, sigma in ACCOUNTED.findall(text)]
 
 
-def _recomputed(found: dict[str, str]) -> float:
-    accountants: dict[str, Any] = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
+def _recomputed(found):
+    accountants = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}
     accountant = accountants[found["Accountant"]]()
     for releases, rate, sigma in _blocks(found):
         event = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(sigma))
         accountant.compose(event, releases)
-    epsilon: float = accountant.get_epsilon(float(found["δ"]))
+    epsilon = accountant.get_epsilon(float(found["δ"]))
     return epsilon
 
 
-def _agrees(card: str) -> None:
+def _agrees(card):
     """The card says an upper bound, in three digits that are rounded up."""
     found = rows(card)
     claimed, recomputed = float(found["ε spent (upper bound)"]), _recomputed(found)
@@ -87,12 +85,12 @@ def _agrees(card: str) -> None:
 
 
 @pytest.mark.parametrize("case", slow_but({"independent", "banded, resumed"}, CASES))
-def test_the_rows_of_a_card_suffice_for_its_epsilon(case: str, tmp_path: Path) -> None:
+def test_the_rows_of_a_card_suffice_for_its_epsilon(case, tmp_path):
     _agrees(render(_of_sessions(tmp_path, *CASES[case]), updates=1))
 
 
 @pytest.mark.slow
-def test_the_rows_of_a_card_cover_earlier_runs(tmp_path: Path) -> None:
+def test_the_rows_of_a_card_cover_earlier_runs(tmp_path):
     first = _of_sessions(tmp_path, BANDED, (65, 55))
     second = ledger_of(40, INDEPENDENT, continues=first)
     last = ledger_of(30, BANDED, continues=second)
@@ -101,7 +99,7 @@ def test_the_rows_of_a_card_cover_earlier_runs(tmp_path: Path) -> None:
     _agrees(render(last, updates=1))
 
 
-def test_sampling_of_correlated_noise_is_cyclic() -> None:
+def test_sampling_of_correlated_noise_is_cyclic():
     said = rows(render(ledger_of(120, BANDED), updates=1))["Sampling"]
     assert "cyclic Poisson, 12 bands" in said
     assert "12 q = 0.304" in said

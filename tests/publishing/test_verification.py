@@ -6,28 +6,25 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from dp_grape_hf.accounting import ACCOUNTANTS, AccountantFailure, calibration
 from dp_grape_hf.accounting.accountants import PLD, PRV
 from dp_grape_hf.cli import verify as verify_command
 from dp_grape_hf.cli.main import main
-from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, Mechanism, ledger as ledger_module
+from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger, ledger as ledger_module
 from dp_grape_hf.publishing import ABSENT, MISMATCH, CardDetails, render, verify
 from dp_grape_hf.publishing.model_files import ADAPTER, digests, is_weights
 from dp_grape_hf.publishing.statement import BEGIN, END, TAG
-from dp_grape_hf.publishing.verification import OK, Check
+from dp_grape_hf.publishing.verification import OK
 from tests.support.ledgers import MECHANISM, edit, ledger_of, note_weights, rewrite
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
@@ -42,15 +39,15 @@ WEIGHTS = "model.safetensors"
 class _Once:
     """Makes an accountant once for all equal releases, as nearly all tests here have the same."""
 
-    def __init__(self, accountant: Any) -> None:
+    def __init__(self, accountant):
         self._made = cache(accountant)
 
-    def __call__(self, blocks: Any, counts: Any, delta: float) -> Any:
+    def __call__(self, blocks, counts, delta):
         return self._made(tuple(blocks), tuple(counts), delta)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def remembered() -> Iterator[None]:
+def remembered():
     with pytest.MonkeyPatch.context() as patch:
         for name in ("pld", "prv"):
             patch.setitem(ACCOUNTANTS, name, _Once(ACCOUNTANTS[name]))
@@ -58,7 +55,7 @@ def remembered() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory):
     """A run of 6 steps with checkpoints after 3 and 6, and the model saved beside its ledger."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     settings = {"target_epsilon": 6.0, "target_delta": 1e-5, "accountant": "prv", "max_steps": 6}
@@ -70,22 +67,22 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained, tmp_path):
     return Path(shutil.copytree(trained, tmp_path / "run"))
 
 
-def _wrong(checks: list[Check]) -> list[str]:
+def _wrong(checks):
     return [check.what for check in checks if check.status == MISMATCH]
 
 
-def _status(checks: list[Check]) -> dict[str, str]:
+def _status(checks):
     return {check.what: check.status for check in checks}
 
 
 OTHERS = "other folders"
 
 
-def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **start: Any) -> Ledger:
+def _saved(folder, mechanism=MECHANISM, steps=10, **start):
     """A folder with weights, ledger and card, made without a trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"a": torch.zeros(3)}, folder / WEIGHTS)
@@ -99,7 +96,7 @@ def _saved(folder: Path, mechanism: Mechanism = MECHANISM, steps: int = 10, **st
 
 
 @pytest.mark.parametrize("place", ["", "checkpoint-3"])
-def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
+def test_a_run_agrees_with_itself(place, run):
     checks = verify(run / place)
     names = {check.what for check in checks if check.status == OK}
     assert {*_status(checks)} - names == ({OTHERS} if place == "" else set())
@@ -109,14 +106,14 @@ def test_a_run_agrees_with_itself(place: str, run: Path) -> None:
     assert ("ledger of the run" in names) == bool(place)
 
 
-def test_a_ledger_alone_is_checked_for_its_chain_and_epsilon(run: Path) -> None:
+def test_a_ledger_alone_is_checked_for_its_chain_and_epsilon(run):
     (run / CARD_NAME).write_text("of another model")
     status = _status(verify(run / LEDGER_NAME))
     assert (status["chain"], status["epsilon by pld"]) == (OK, OK)
     assert status["card: statement"] == status["weights"] == status["guarantee"] == ABSENT
 
 
-def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
+def test_what_is_not_there_is_absent_and_not_wrong(run):
     (run / CARD_NAME).unlink()
     (run / WEIGHTS).unlink()
     checks = verify(run)
@@ -125,7 +122,7 @@ def test_what_is_not_there_is_absent_and_not_wrong(run: Path) -> None:
     assert status["card: statement"] == status[f"weights: {WEIGHTS}"] == ABSENT
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS = {
     "a method that is not registered": {"method": "dp_elsewhere"},
     "replace one": {"adjacency": "replace_one"},
     "rdp": {"accountant": "rdp"},
@@ -144,7 +141,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_cards_of_all_mechanisms_agree_with_their_ledgers(name: str, tmp_path: Path) -> None:
+def test_cards_of_all_mechanisms_agree_with_their_ledgers(name, tmp_path):
     """Whatever words the ledger has, and however the lines of the card end."""
     _saved(tmp_path, replace(MECHANISM, **VARIANTS[name]))
     checks = verify(tmp_path)
@@ -156,7 +153,7 @@ def test_cards_of_all_mechanisms_agree_with_their_ledgers(name: str, tmp_path: P
     assert verify(tmp_path) == checks
 
 
-def test_runs_on_the_same_data_are_verified_together(tmp_path: Path) -> None:
+def test_runs_on_the_same_data_are_verified_together(tmp_path):
     first = _saved(tmp_path / "first")
     second = _saved(tmp_path / "second", steps=5, continues=first)
     assert _wrong(verify(tmp_path / "second")) == []
@@ -171,18 +168,18 @@ def test_runs_on_the_same_data_are_verified_together(tmp_path: Path) -> None:
 # ---- Something was changed ----
 
 
-def _swap_weights(folder: Path) -> None:
+def _swap_weights(folder):
     weights = load_file(folder / WEIGHTS)
     save_file({k: v + 1e-3 for k, v in weights.items()}, folder / WEIGHTS)
 
 
-def _take_the_ledger_of_another_run(folder: Path) -> None:
+def _take_the_ledger_of_another_run(folder):
     path = folder / LEDGER_NAME
     ledger_of(6, Ledger.load(path).mechanism).snapshot(6).save(path)
 
 
-def _on_the_card(old: str, new: str, count: int = 0) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
+def _on_the_card(old, new, count=0):
+    def change(folder):
         path = folder / CARD_NAME
         text, changed = re.subn(old, new, path.read_text(encoding="utf-8"), count=count)
         assert changed
@@ -191,9 +188,7 @@ def _on_the_card(old: str, new: str, count: int = 0) -> Callable[[Path], None]:
     return change
 
 
-def _in_the_ledger(
-    change: Callable[[list[Any]], object], by: Callable[..., None] = edit
-) -> Callable[[Path], None]:
+def _in_the_ledger(change, by=edit):
     return lambda folder: by(folder / LEDGER_NAME, lambda content: change(content["entries"]))
 
 
@@ -201,7 +196,7 @@ SIGMA = "noise_multiplier"
 CARD = {"card: statement"}
 EPSILON = r"5\.999"
 BY_BOTH = {"epsilon by prv", "epsilon by pld"}
-TAMPERING: dict[str, tuple[Callable[[Path], None], set[str]]] = {
+TAMPERING = {
     "a count": (
         _in_the_ledger(lambda e: e[1].update(count=4)),
         {"chain", "budget"} | CARD | BY_BOTH,
@@ -271,13 +266,13 @@ TAMPERING |= {what: (_on_the_card(*change), CARD) for what, change in OF_THE_STA
 
 
 @pytest.mark.parametrize("what", TAMPERING)
-def test_a_change_is_found(what: str, run: Path) -> None:
+def test_a_change_is_found(what, run):
     tamper, expected = TAMPERING[what]
     tamper(run)
     assert set(_wrong(verify(run))) == expected
 
 
-def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
+def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path):
     parts = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
     for value, name in enumerate(parts):
         save_file({f"{name}": torch.full((3,), float(value))}, tmp_path / name)
@@ -290,7 +285,7 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path: Path) -> None:
     assert {status[f"weights: {name}"] for name in parts} == {ABSENT}
 
 
-def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path: Path) -> None:
+def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path):
     """Though it may be named elsewhere."""
     ledger = _saved(tmp_path, reason="ε = 3 was asked for, trained with delta = 0.1")
     base, tags = "a/differential-privacy-bert", ("no-differential-privacy",)
@@ -305,7 +300,7 @@ def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path: Path) ->
     assert _wrong(verify(tmp_path)) == ["card: statement"]
 
 
-def test_the_rest_of_a_card_is_its_authors(run: Path) -> None:
+def test_the_rest_of_a_card_is_its_authors(run):
     """Also where it says something else of epsilon: that is not read."""
     card = run / CARD_NAME
     text = card.read_text(encoding="utf-8")
@@ -321,7 +316,7 @@ def test_the_rest_of_a_card_is_its_authors(run: Path) -> None:
         assert _wrong(verify(run)) == []
 
 
-def test_what_is_compared_of_a_card_is_said(run: Path) -> None:
+def test_what_is_compared_of_a_card_is_said(run):
     found = {check.what: check for check in verify(run)}["card: statement"]
     assert (found.stated, found.found) == (
         "ε = 5.999",
@@ -332,13 +327,13 @@ def test_what_is_compared_of_a_card_is_said(run: Path) -> None:
     assert (found.stated, found.found) == ("| Releases | 3 |", "| Releases | 6 |")
 
 
-def test_epsilon_at_another_delta_is_not_compared_with_the_target(tmp_path: Path) -> None:
+def test_epsilon_at_another_delta_is_not_compared_with_the_target(tmp_path):
     _saved(tmp_path, replace(MECHANISM, target_epsilon=0.85))
     assert _wrong(verify(tmp_path)) == []
     assert _wrong(verify(tmp_path, delta=1e-9)) == []
 
 
-def test_named_adapters_that_are_not_published_are_absent(tmp_path: Path) -> None:
+def test_named_adapters_that_are_not_published_are_absent(tmp_path):
     for folder in (tmp_path, tmp_path / "style"):
         folder.mkdir(exist_ok=True)
         save_file({"a": torch.zeros(3)}, folder / "adapter_model.safetensors")
@@ -349,19 +344,19 @@ def test_named_adapters_that_are_not_published_are_absent(tmp_path: Path) -> Non
     assert _status(verify(tmp_path))["weights: style/adapter_model.safetensors"] == ABSENT
 
 
-def test_a_checkpoint_whose_run_forgot_it_is_found(run: Path) -> None:
+def test_a_checkpoint_whose_run_forgot_it_is_found(run):
     """The live ledger was rolled back, or replaced by one that lacks the checkpoint's releases."""
     _in_the_ledger(lambda e: e.__delitem__(slice(2, None)))(run)
     assert _wrong(verify(run / "checkpoint-3")) == ["ledger of the run"]
 
 
-def test_a_checkpoint_with_an_earlier_ledger_is_reported(run: Path) -> None:
+def test_a_checkpoint_with_an_earlier_ledger_is_reported(run):
     for name in (LEDGER_NAME, CARD_NAME, WEIGHTS):
         shutil.copy(run / "checkpoint-3" / name, run / "checkpoint-6" / name)
     assert _wrong(verify(run / "checkpoint-6")) == ["updates"]
 
 
-def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
+def test_only_a_head_noted_before_shows_a_chain_made_anew(run):
     heads = [Ledger.load(place / LEDGER_NAME).head for place in (run, run / "checkpoint-3")]
     for head in heads:
         assert "head noted before" not in _wrong(verify(run, head=head))
@@ -378,9 +373,7 @@ def test_only_a_head_noted_before_shows_a_chain_made_anew(run: Path) -> None:
 # ---- What does not apply is said ----
 
 
-def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accountant_that_does_not_apply_is_not_skipped_silently(run, monkeypatch):
     monkeypatch.setitem(ACCOUNTANTS, "prv", PRV)
     monkeypatch.setitem(ACCOUNTANTS, "pld", PLD)
     monkeypatch.setattr(PRV, "max_cells", 10)
@@ -393,9 +386,7 @@ def test_an_accountant_that_does_not_apply_is_not_skipped_silently(
         Ledger.load(run / LEDGER_NAME).epsilon_by("prv", 1e-5)
 
 
-def test_a_card_of_an_unknown_accountant_is_checked_except_epsilon(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_card_of_an_unknown_accountant_is_checked_except_epsilon(run, monkeypatch):
     others = {name: each for name, each in ACCOUNTANTS.items() if name != "prv"}
     monkeypatch.setattr(ledger_module, "ACCOUNTANTS", others)
     monkeypatch.setattr(calibration, "ACCOUNTANTS", others)
@@ -417,7 +408,7 @@ def test_a_card_of_an_unknown_accountant_is_checked_except_epsilon(
         (run / CARD_NAME).write_text(honest, encoding="utf-8")
 
 
-def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
+def test_a_ledger_without_delta_needs_one(tmp_path):
     mechanism = replace(MECHANISM, target_epsilon=None, target_delta=None)
     ledger_of(3, mechanism, path=tmp_path / LEDGER_NAME)
     assert _status(verify(tmp_path))["epsilon"] == ABSENT
@@ -428,7 +419,7 @@ def test_a_ledger_without_delta_needs_one(tmp_path: Path) -> None:
 # ---- Weight files ----
 
 
-def test_the_digest_of_a_folder_omits_ledger_and_card(tmp_path: Path) -> None:
+def test_the_digest_of_a_folder_omits_ledger_and_card(tmp_path):
     ours = ["config.json", "model.safetensors", "style/adapter_config.json", "tokenizer.json"]
     for name in (*ours, LEDGER_NAME, CARD_NAME, "other/a.bin", f"other/{LEDGER_NAME}"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -438,7 +429,7 @@ def test_the_digest_of_a_folder_omits_ledger_and_card(tmp_path: Path) -> None:
     assert found["config.json"] == hashlib.sha256(b"config.json").hexdigest()
 
 
-def test_weights_are_known_by_name(tmp_path: Path) -> None:
+def test_weights_are_known_by_name(tmp_path):
     weights = ["model.safetensors.index.json", "old.BIN", "optimizer.safetensors", "a.npz"]
     others = ["optimizer.pt", "rng_state_0.pth", "training_args.bin", "config.json", "a.txt"]
     assert [name for name in (*weights, *others) if is_weights(name)] == weights
@@ -450,10 +441,10 @@ NAME = "bert-classifier"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     """A model and an adapter, each with its ledger and card; and the base of the adapter."""
     folder = tmp_path_factory.mktemp("models")
-    given: dict[str, Any] = {"train_dataset": examples_of(NAME), "max_steps": 2}
+    given = {"train_dataset": examples_of(NAME), "max_steps": 2}
     model = only(NAME).model()
     model.save_pretrained(folder / "base")
     trainer = make_trainer(folder / "whole", model=model, **given)
@@ -468,16 +459,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def whole(models: Path, tmp_path: Path) -> Path:
+def whole(models, tmp_path):
     return Path(shutil.copytree(models / "whole", tmp_path / "whole"))
 
 
 @pytest.fixture
-def adapter(models: Path, tmp_path: Path) -> Path:
+def adapter(models, tmp_path):
     return Path(shutil.copytree(models / "adapter", tmp_path / "adapter"))
 
 
-def _poison(folder: Path, name: str, source: str = WEIGHTS) -> Path:
+def _poison(folder, name, source=WEIGHTS):
     """Writes other weights, as those of the folder are called and shaped."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -486,18 +477,18 @@ def _poison(folder: Path, name: str, source: str = WEIGHTS) -> Path:
     return path
 
 
-def _configure(folder: Path, name: str = "config.json", **entries: Any) -> None:
+def _configure(folder, name="config.json", **entries):
     content = json.loads((folder / name).read_text())
     (folder / name).write_text(json.dumps(content | entries))
 
 
-def _weights_of(folder: Path) -> dict[str, Tensor]:
+def _weights_of(folder):
     """What a reader loads."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_the_base_of_an_adapter_is_said_to_be_unknown(adapter: Path) -> None:
+def test_the_base_of_an_adapter_is_said_to_be_unknown(adapter):
     checks = verify(adapter)
     (absent,) = (check for check in checks if check.status != OK)
     assert absent.what == "adapter_config.json: base"
@@ -505,29 +496,29 @@ def test_the_base_of_an_adapter_is_said_to_be_unknown(adapter: Path) -> None:
     assert absent.stated.endswith("base")
 
 
-def _under(name: str) -> Callable[[Path], None]:
-    def plant(folder: Path) -> None:
+def _under(name):
+    def plant(folder):
         _poison(folder, name)
         _configure(folder, transformers_weights=name)
 
     return plant
 
 
-def _as_an_adapter(folder: Path) -> None:
+def _as_an_adapter(folder):
     """On top of the weights, which from_pretrained does if there is one."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     lora = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
     get_peft_model(model, lora).save_pretrained(folder)
 
 
-def _in_another_config(folder: Path) -> None:
+def _in_another_config(folder):
     _poison(folder, "optimizer.safetensors")
     shutil.copy(folder / "config.json", folder / "config.4.0.0.json")
     _configure(folder, "config.4.0.0.json", transformers_weights="optimizer.safetensors")
     _configure(folder, configuration_files=["config.4.0.0.json"])
 
 
-PLANTED: dict[str, tuple[Callable[[Path], None], set[str]]] = {
+PLANTED = {
     "as an optimizer": (
         _under("optimizer.safetensors"),
         {"weights: optimizer.safetensors", "config.json: transformers_weights", "config.json"},
@@ -551,7 +542,7 @@ PLANTED: dict[str, tuple[Callable[[Path], None], set[str]]] = {
 
 
 @pytest.mark.parametrize("how", PLANTED)
-def test_planted_weights_are_found(how: str, whole: Path) -> None:
+def test_planted_weights_are_found(how, whole):
     plant, expected = PLANTED[how]
     honest = _weights_of(whole)
     plant(whole)
@@ -562,7 +553,7 @@ def test_planted_weights_are_found(how: str, whole: Path) -> None:
     assert set(_wrong(verify(whole))) == expected
 
 
-def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
+def test_an_index_that_names_files_of_other_names_is_found(whole):
     """The index is digested no more than the part that it names."""
     index = "model.safetensors.index.json"
     tensors = load_file(_poison(whole, "weights.dat"))
@@ -573,13 +564,13 @@ def test_an_index_that_names_files_of_other_names_is_found(whole: Path) -> None:
     assert set(_wrong(verify(whole))) == expected | {"config.json: transformers_weights"}
 
 
-def test_an_index_that_is_none_is_found(whole: Path) -> None:
+def test_an_index_that_is_none_is_found(whole):
     _configure(whole, weight_map={"a": "weights.dat", "b": 1})
     changed, wrong = (check for check in verify(whole) if check.status == MISMATCH)
     assert (changed.what, wrong.what) == ("config.json", "config.json: weight_map")
 
 
-def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
+def test_an_index_that_points_out_of_the_folder_is_found(whole):
     """Also one that is digested, as its maker saved it so."""
     path = _poison(whole.parent / "elsewhere", "model.safetensors", f"../whole/{WEIGHTS}")
     names = load_file(whole / WEIGHTS)
@@ -591,7 +582,7 @@ def test_an_index_that_points_out_of_the_folder_is_found(whole: Path) -> None:
     assert _wrong(verify(whole)) == ["model.safetensors.index.json: weight_map"]
 
 
-def test_other_tensors_that_were_saved_with_a_model_are_known(whole: Path) -> None:
+def test_other_tensors_that_were_saved_with_a_model_are_known(whole):
     """By a trainer of somebody's own; loaders do not take them, unless a config says so."""
     save_file({"scale": torch.ones(1)}, whole / "head.safetensors", metadata={"format": "pt"})
     note_weights(whole)
@@ -600,7 +591,7 @@ def test_other_tensors_that_were_saved_with_a_model_are_known(whole: Path) -> No
     assert _wrong(verify(whole)) == ["config.json", "config.json: transformers_weights"]
 
 
-def test_parts_of_a_model_are_compared_with_their_index(whole: Path) -> None:
+def test_parts_of_a_model_are_compared_with_their_index(whole):
     model = AutoModelForSequenceClassification.from_pretrained(whole)
     (whole / WEIGHTS).unlink()
     model.save_pretrained(whole, max_shard_size="20KB")
@@ -611,7 +602,7 @@ def test_parts_of_a_model_are_compared_with_their_index(whole: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links need rights elsewhere")
-def test_of_a_link_the_content_is_compared(whole: Path, adapter: Path) -> None:
+def test_of_a_link_the_content_is_compared(whole, adapter):
     """A link to a folder is not followed, but for what the ledger knows."""
     outside = whole.parent / "outside"
     (whole / WEIGHTS).rename(outside)
@@ -633,7 +624,7 @@ def test_of_a_link_the_content_is_compared(whole: Path, adapter: Path) -> None:
     assert _wrong(verify(adapter)) == [f"weights: mine/{ADAPTER}"]
 
 
-CODE: dict[str, dict[str, Any]] = {
+CODE = {
     "a class": {"auto_map": {"AutoModel": "modeling_mine.Mine"}},
     "a class, further in": {"parts": [{"auto_map": {"AutoModel": "user/model--mine.Mine"}}]},
     "a pipeline": {"custom_pipelines": {"mine": {"impl": "mine.Mine"}}},
@@ -642,7 +633,7 @@ CODE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_that_a_config_names_is_found(name: str, whole: Path) -> None:
+def test_code_that_a_config_names_is_found(name, whole):
     _configure(whole, **CODE[name])
     key = "auto_map" if "class" in name else next(iter(CODE[name]))
     assert _wrong(verify(whole)) == ["config.json", f"config.json: {key}"]
@@ -653,21 +644,19 @@ def test_code_that_a_config_names_is_found(name: str, whole: Path) -> None:
     assert _wrong(verify(whole))[-1] == "custom_generate/generate.py"
 
 
-def test_an_adapter_beside_a_model_is_found_without_weights(whole: Path, adapter: Path) -> None:
+def test_an_adapter_beside_a_model_is_found_without_weights(whole, adapter):
     shutil.copy(adapter / "adapter_config.json", whole)
     assert "adapter_config.json" in _wrong(verify(whole))
 
 
 @pytest.mark.parametrize("entry", [{"lora_alpha": 64}, {"target_modules": ["key"]}], ids=str)
-def test_an_adapter_that_counts_otherwise_or_elsewhere_is_found(
-    entry: dict[str, Any], adapter: Path
-) -> None:
+def test_an_adapter_that_counts_otherwise_or_elsewhere_is_found(entry, adapter):
     """The same tensors make another model under another config."""
     _configure(adapter, "adapter_config.json", **entry)
     assert _wrong(verify(adapter)) == ["adapter_config.json"]
 
 
-def test_layout_and_base_of_an_adapters_config_are_not_compared(adapter: Path) -> None:
+def test_layout_and_base_of_an_adapters_config_are_not_compared(adapter):
     """A path is taken out of what is published, which is then written anew."""
     _configure(adapter, "adapter_config.json", base_model_name_or_path="somebody/base")
     assert _status(verify(adapter))["adapter_config.json"] == OK
@@ -677,7 +666,7 @@ def test_layout_and_base_of_an_adapters_config_are_not_compared(adapter: Path) -
     assert _status(verify(adapter))["adapter_config.json"] == ABSENT
 
 
-def test_an_adapter_that_takes_other_weights_is_found(adapter: Path) -> None:
+def test_an_adapter_that_takes_other_weights_is_found(adapter):
     _configure(adapter, "adapter_config.json", prompt_tuning_init_state_dict_path="p.bin")
     _poison(adapter, "sub/adapter_model.safetensors", ADAPTER)
     expected = ["adapter_config.json", "weights: sub/adapter_model.safetensors"]
@@ -686,7 +675,7 @@ def test_an_adapter_that_takes_other_weights_is_found(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
-def test_a_file_beside_the_weights_that_was_changed_is_found(name: str, whole: Path) -> None:
+def test_a_file_beside_the_weights_that_was_changed_is_found(name, whole):
     """Other ``architectures`` make a loader leave out tensors, other tokens make another model."""
     (whole / name).touch()
     note_weights(whole)
@@ -697,7 +686,7 @@ def test_a_file_beside_the_weights_that_was_changed_is_found(name: str, whole: P
     assert _status(verify(whole))[name] == ABSENT
 
 
-def test_a_ledger_with_digests_of_weights_only_is_verified(whole: Path) -> None:
+def test_a_ledger_with_digests_of_weights_only_is_verified(whole):
     """As of version 0.1."""
     ledger = Ledger.load(whole / LEDGER_NAME)
     files = {name: value for name, value in ledger.saved[-1].files.items() if name == WEIGHTS}
@@ -716,9 +705,7 @@ def test_a_ledger_with_digests_of_weights_only_is_verified(whole: Path) -> None:
 # ---- The command line ----
 
 
-def test_verify_prints_a_table_and_fails_if_a_line_does(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_prints_a_table_and_fails_if_a_line_does(run, capsys):
     assert main(["verify", str(run)]) == 0
     out = capsys.readouterr().out
     assert out.endswith("\nNothing disagrees. 1 of 9 checks had nothing to compare.\n")
@@ -737,12 +724,7 @@ def test_verify_prints_a_table_and_fails_if_a_line_does(
 @pytest.mark.parametrize(
     "arguments", [["no/such-place"], ["."], [".", "--revision", "main"]], ids=" ".join
 )
-def test_what_cannot_be_carried_out_is_refused(
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_be_carried_out_is_refused(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(verify_command, "snapshot_download", _offline)
     assert main(["verify", *arguments]) == 2
@@ -751,13 +733,11 @@ def test_what_cannot_be_carried_out_is_refused(
     assert err.count("\n") == 1
 
 
-def _offline(*_: Any, **__: Any) -> str:
+def _offline(*_, **__):
     raise OSError("there is no network")
 
 
-def test_an_unedited_ledger_is_shown_with_all_entries_and_accountants(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unedited_ledger_is_shown_with_all_entries_and_accountants(run, capsys):
     ledger = Ledger.load(run / LEDGER_NAME)
     for place in (run, run / LEDGER_NAME):
         assert main(["ledger", str(place)]) == 0
@@ -775,9 +755,7 @@ def test_an_unedited_ledger_is_shown_with_all_entries_and_accountants(
     assert main(["ledger", str(run)]) == 2
 
 
-def test_a_run_without_a_guarantee_is_shown_as_such(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_without_a_guarantee_is_shown_as_such(tmp_path, capsys):
     _saved(tmp_path, reason="the baseline")
     assert main(["ledger", str(tmp_path)]) == 0
     assert "epsilon after 10 releases is infinite: the baseline" in capsys.readouterr().out
@@ -785,7 +763,7 @@ def test_a_run_without_a_guarantee_is_shown_as_such(
     assert "epsilon is infinite" in capsys.readouterr().err
 
 
-def test_an_unreadable_trainer_state_is_not_used_for_verification(run: Path) -> None:
+def test_an_unreadable_trainer_state_is_not_used_for_verification(run):
     for text in ("[]", '{"global_step"'):
         (run / "checkpoint-3" / "trainer_state.json").write_text(text)
         assert "updates" not in _status(verify(run / "checkpoint-3"))

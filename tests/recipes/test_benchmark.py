@@ -4,15 +4,11 @@ No time is compared with another here: where time matters, the clock is replaced
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from recipes.benchmark import (
     __main__ as benchmark,
@@ -38,7 +34,7 @@ PLAIN, OURS = METHODS["adamw"].title, METHODS["dp_grape"].title
 
 
 @pytest.mark.slow
-def test_every_method_runs_and_is_compared_with_plain_adamw(tmp_path: Path) -> None:
+def test_every_method_runs_and_is_compared_with_plain_adamw(tmp_path):
     record = benchmark.main([*OPTIONS, f"--json={tmp_path}/x.json"])
     results = record["results"]
     assert list(results) == [METHODS[name].title for name in USUAL]
@@ -62,9 +58,7 @@ def test_every_method_runs_and_is_compared_with_plain_adamw(tmp_path: Path) -> N
         (ROBERTA, ["adamw", "adamw_lora", "dp_lora", "dp_grape_correlated"]),
     ],
 )
-def test_our_methods_run_on_images_adapters_and_correlated_noise(
-    model: str, methods: list[str]
-) -> None:
+def test_our_methods_run_on_images_adapters_and_correlated_noise(model, methods):
     results = measure(replace(TINY, model=model), methods, rounds=1, warmup=1, device=CPU)
     assert all(len(result["rounds"]) == 1 for result in results.values()), results
 
@@ -72,9 +66,7 @@ def test_our_methods_run_on_images_adapters_and_correlated_noise(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_compiled", "dp_grape_compiled"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing the compiler
-def test_training_is_compiled_where_that_is_asked_for(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_is_compiled_where_that_is_asked_for(name, monkeypatch):
     """By a compiler that takes seconds."""
     from torch._dynamo.utils import counters  # not above: it takes seconds
 
@@ -87,7 +79,7 @@ def test_training_is_compiled_where_that_is_asked_for(
     assert len(results[compiled.title]["seconds"]) == 1
 
 
-def test_a_failure_of_opacus_is_reported_and_ends_nothing() -> None:
+def test_a_failure_of_opacus_is_reported_and_ends_nothing():
     setting = replace(TINY, model=OPT)
     results = measure(setting, ["adamw", "opacus_hooks"], rounds=1, warmup=1, device=CPU)
     hooks = METHODS["opacus_hooks"].title
@@ -103,7 +95,7 @@ def test_a_failure_of_opacus_is_reported_and_ends_nothing() -> None:
 @pytest.mark.parametrize("model", [ROBERTA, VIT])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.filterwarnings("ignore")  # Opacus' own
-def test_opacus_computes_the_clipped_sum_of_the_definition(model: str, mode: str) -> None:
+def test_opacus_computes_the_clipped_sum_of_the_definition(model, mode):
     """Clipped to half of the smallest norm, so that a wrong norm shows."""
     setting = replace(TINY, model=model)
     built, batch = setting.build(), setting.inputs()
@@ -112,9 +104,9 @@ def test_opacus_computes_the_clipped_sum_of_the_definition(model: str, mode: str
     bound = norms.min().item() / 2
     expected = torch.cat([(bound / norms) @ g.flatten(1) for g in gradients.values()])
     training = OpacusTraining(mode, built, setting, batch, None, 0.0, bound)
-    found: list[Tensor] = []
+    found = []
 
-    def look(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+    def look(optimizer, *args):
         found.extend(p.grad.flatten() for group in optimizer.param_groups for p in group["params"])
 
     training.adamw.register_step_pre_hook(look)
@@ -130,20 +122,18 @@ def test_opacus_computes_the_clipped_sum_of_the_definition(model: str, mode: str
 class Counter:
     """A clock that goes on only when it is told to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+    def __init__(self, monkeypatch, module):
         self.time = 0.0
         monkeypatch.setattr(module, "now", lambda device: (self.time, 2 * self.time))
 
-    def step(self, seconds: float) -> Callable[[], None]:
-        def step() -> None:
+    def step(self, seconds):
+        def step():
             self.time += seconds
 
         return step
 
 
-def test_every_method_runs_every_round_and_ratios_use_common_rounds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_method_runs_every_round_and_ratios_use_common_rounds(monkeypatch):
     counter = Counter(monkeypatch, benchmark_timing)
     steps = {"adamw": counter.step(1.0), "dp_grape": counter.step(0.5)}
     steps["opacus_ghost"] = counter.step(5.0)
@@ -163,15 +153,13 @@ def test_every_method_runs_every_round_and_ratios_use_common_rounds(
     assert lines[4].endswith("| 0.20x (0.20x) | 10.00 times as fast (10.00) |")
 
 
-def test_images_need_a_square_number_of_patches() -> None:
+def test_images_need_a_square_number_of_patches():
     with pytest.raises(ValueError, match="length=50 is the number of patches"):
         replace(TINY, model=VIT, length=50)
 
 
 @pytest.mark.slow
-def test_kernels_are_counted_for_each_method(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_kernels_are_counted_for_each_method(monkeypatch, tmp_path, capsys):
     """A layer more has kernels more, and its examples do not change their number."""
     tiny = Setting(hidden_size=32, layers=1, batch_size=4, length=8, vocab_size=50, rank=2)
     models = {

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,7 @@ from recipes.paper.methods import METHODS, PaperArguments
 CONFIG = compare.CONFIG
 
 
-def small(path: Path) -> Path:
+def small(path):
     """Writes a configuration of two rows, a budget, two seeds and two steps."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["arguments"] |= {"max_steps": 2, "expected_batch_size": 32, "accountant": "rdp"}
@@ -28,7 +27,7 @@ def small(path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_comparison_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_is_rendered(tmp_path, capsys):
     words = ["--config", str(small(tmp_path / "small.yaml")), "--output_dir", str(tmp_path / "out")]
     compare.main(words)
     first = capsys.readouterr().out
@@ -44,7 +43,7 @@ def test_a_comparison_is_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert all(r["epsilon"] is None or r["epsilon"] <= 8.0 for r in found)
 
 
-def test_the_configuration_compares_every_method_by_options_that_there_are() -> None:
+def test_the_configuration_compares_every_method_by_options_that_there_are():
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     rows = [row["arguments"] for row in config["rows"].values()]
     known = {f.name for f in fields(PaperArguments)}

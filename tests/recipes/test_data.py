@@ -1,8 +1,6 @@
 """The data of a task come from the Hub by name, or from a folder of any kind, by the same call."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from datasets import Dataset, DatasetDict
@@ -18,20 +16,20 @@ ROWS = {
 HUB = ("nyu-mll/glue", "sst2", "v1")
 
 
-def as_lines(folder: Path) -> str:
+def as_lines(folder):
     for split, rows in ROWS.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{split}.jsonl").write_text(text)
     return str(folder)
 
 
-def as_saved(folder: Path) -> str:
+def as_saved(folder):
     parts = {split: Dataset.from_list(rows) for split, rows in ROWS.items()}
     DatasetDict(parts).save_to_disk(folder / "saved")
     return str(folder / "saved")
 
 
-def as_parquet(folder: Path) -> str:
+def as_parquet(folder):
     (folder / "data").mkdir()
     for split in ("train", "validation"):
         Dataset.from_list(ROWS[split]).to_parquet(
@@ -40,7 +38,7 @@ def as_parquet(folder: Path) -> str:
     return str(folder)
 
 
-def as_two_configurations(folder: Path) -> str:
+def as_two_configurations(folder):
     """A download from the Hub, of which the card says what its configurations are."""
     as_parquet(folder)
     names = "".join(
@@ -53,7 +51,7 @@ def as_two_configurations(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("kind", [as_lines, as_saved, as_parquet, as_two_configurations])
-def test_a_folder_is_read_whatever_it_holds(kind: Any, tmp_path: Path) -> None:
+def test_a_folder_is_read_whatever_it_holds(kind, tmp_path):
     path = kind(tmp_path)
     assert load_split("train", path, *HUB).to_list() == ROWS["train"]
     both = load_split("train + validation", path, *HUB)
@@ -61,7 +59,7 @@ def test_a_folder_is_read_whatever_it_holds(kind: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [as_lines, as_saved])
-def test_a_missing_split_is_refused_with_the_existing_ones(kind: Any, tmp_path: Path) -> None:
+def test_a_missing_split_is_refused_with_the_existing_ones(kind, tmp_path):
     message = r"has the splits \['test', 'train', 'validation'\], and not 'dev'"
     with pytest.raises(ValueError, match=message):
         load_split("dev", kind(tmp_path), *HUB)
@@ -76,12 +74,10 @@ def test_a_missing_split_is_refused_with_the_existing_ones(kind: Any, tmp_path: 
         ("nyu-mll/glue:rte", ("nyu-mll/glue", "rte", {"split": "train"})),
     ],
 )
-def test_what_is_no_folder_is_asked_of_the_hub(
-    path: str | None, expected: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_folder_is_asked_of_the_hub(path, expected, monkeypatch):
     asked = []
 
-    def load_dataset(name: str, config: str | None, **others: Any) -> Dataset:
+    def load_dataset(name, config, **others):
         asked.append((name, config, others))
         return Dataset.from_list(ROWS["train"])
 
@@ -91,10 +87,8 @@ def test_what_is_no_folder_is_asked_of_the_hub(
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, ConnectionError])
-def test_neither_folder_nor_name_is_said_so(
-    error: type[OSError], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_dataset(*args: Any, **others: Any) -> Dataset:
+def test_neither_folder_nor_name_is_said_so(error, monkeypatch):
+    def load_dataset(*args, **others):
         raise error("cannot be reached")
 
     monkeypatch.setattr(data, "load_dataset", load_dataset)

@@ -4,12 +4,10 @@ import json
 from dataclasses import fields
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import yaml
-from torch import nn
 from torch.nn import functional
 from transformers import default_data_collator
 
@@ -29,7 +27,7 @@ from recipes.paper.experiment import (
 from recipes.paper.methods import METHODS, PaperArguments
 from tests.support.trainers import TinyForSequenceClassification, points
 
-PRESET: dict[str, Any] = {
+PRESET = {
     "arguments": {
         **{"model_name_or_path": "none", "target_delta": 1e-3, "target_epsilon": 8.0},
         **{"expected_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 2},
@@ -48,12 +46,12 @@ PRESET: dict[str, Any] = {
 }
 
 
-def load(script: ExperimentArguments, args: Any) -> Experiment:
+def load(script, args):
     examples = points()
     test = default_data_collator(examples.examples)
 
     @torch.no_grad()
-    def score(model: nn.Module, split: str) -> dict[str, float]:
+    def score(model, split):
         found = model.eval()(test["x"])["logits"].argmax(-1)
         return {"accuracy": 100 * (found == test["labels"]).float().mean().item()}
 
@@ -74,18 +72,18 @@ FAMILY = Family("toy", ExperimentArguments, ("points", "others"), load)
 
 
 @pytest.fixture
-def preset(tmp_path: Path) -> Path:
+def preset(tmp_path):
     path = tmp_path / "preset.yaml"
     path.write_text(yaml.safe_dump(PRESET))
     return path
 
 
-def words(preset: Path, *others: str) -> list[str]:
+def words(preset, *others):
     folder = str(preset.parent)
     return ["--config", str(preset), "--task", "points", "--output_dir", folder, *others]
 
 
-def test_the_command_line_wins_over_task_over_method_over_all(preset: Path) -> None:
+def test_the_command_line_wins_over_task_over_method_over_all(preset):
     _, args = parse(FAMILY, words(preset))
     assert (args.learning_rate, args.max_grad_norm, args.projection_rank) == (1e-2, 0.5, 2)
     _, args = parse(FAMILY, words(preset, "--method", "dp_adam"))
@@ -100,7 +98,7 @@ def test_the_command_line_wins_over_task_over_method_over_all(preset: Path) -> N
     assert args.target_epsilon is None  # which is not private
 
 
-def test_what_a_preset_does_not_know_is_asked_for(preset: Path) -> None:
+def test_what_a_preset_does_not_know_is_asked_for(preset):
     with pytest.raises(
         ValueError, match=r"does not know max_grad_norm of method='dp_sgd'.*Give --"
     ):
@@ -109,7 +107,7 @@ def test_what_a_preset_does_not_know_is_asked_for(preset: Path) -> None:
     assert args.max_grad_norm == 2.0
 
 
-def test_parameters_are_frozen_by_name() -> None:
+def test_parameters_are_frozen_by_name():
     model = TinyForSequenceClassification()
     freeze(model, None)
     assert all(p.requires_grad for p in model.parameters())
@@ -130,18 +128,14 @@ def test_parameters_are_frozen_by_name() -> None:
         (["--config", "wrong.yaml"], r"sets \['learning_rat'\], which are no options"),
     ],
 )
-def test_a_wrong_name_is_refused(
-    preset: Path, others: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_name_is_refused(preset, others, message, monkeypatch):
     monkeypatch.chdir(preset.parent)
     Path("wrong.yaml").write_text(yaml.safe_dump({"arguments": {"learning_rat": 1.0}}))
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         parse(FAMILY, [*words(preset), *others])
 
 
-def test_a_result_states_its_settings_and_is_never_overwritten(
-    preset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_result_states_its_settings_and_is_never_overwritten(preset, capsys):
     others = ["--result_dir", str(preset.parent / "results"), "--curve_steps", "1"]
     result = main(FAMILY, words(preset, *others))
     path = preset.parent / "results" / "toy-preset-none-points-dp_grape-eps8-seed42.json"
@@ -160,7 +154,7 @@ def test_a_result_states_its_settings_and_is_never_overwritten(
         main(FAMILY, words(preset, *others))
 
 
-def test_a_model_is_scored_as_it_is(preset: Path) -> None:
+def test_a_model_is_scored_as_it_is(preset):
     others = ["--result_dir", str(preset.parent), "--zero_shot", "--method", "dp_sgd"]
     script, args = parse(FAMILY, words(preset, *others))  # the unknown clip is not needed
     result = run(FAMILY, script, args)
@@ -176,16 +170,16 @@ def test_a_model_is_scored_as_it_is(preset: Path) -> None:
         (str(CONFIGS / "roberta_paper.yaml"), "roberta-paper-some-SST-2-dp_grape-eps2-seed42.json"),
     ],
 )
-def test_results_of_several_presets_fit_into_one_folder(config: str, expected: str) -> None:
+def test_results_of_several_presets_fit_into_one_folder(config, expected):
     given = ["--task=SST-2", "--model_name_or_path=a/some", f"--config={config}", "--eps=2"]
     script, args = parse(roberta.FAMILY, [*given, "--use_cpu", "--result_dir=out"])
     assert result_path(roberta.FAMILY, script, args) == Path("out", expected)
 
 
-def test_a_result_that_appears_meanwhile_is_not_overwritten(preset: Path) -> None:
+def test_a_result_that_appears_meanwhile_is_not_overwritten(preset):
     path = preset.parent / "toy-preset-none-points-dp_grape-eps8-seed42.json"
 
-    def overtaken(script: ExperimentArguments, args: Any) -> Experiment:
+    def overtaken(script, args):
         path.write_text("first")
         return load(script, args)
 
@@ -204,12 +198,12 @@ PARTS = {"arguments", "methods", "tasks", "models"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
-def test_a_preset_sets_what_there_is(path: Path) -> None:
+def test_a_preset_sets_what_there_is(path):
     family = FAMILIES[path.stem.partition("_")[0]]
     known = {f.name for cls in (family.script, PaperArguments) for f in fields(cls)}
     preset = yaml.safe_load(path.read_text())
     models = preset.get("models", {})
-    methods: set[str] = set()
+    methods = set()
     for part in (preset, *models.values()):
         tasks = part.get("tasks", {})
         assert set(tasks) <= set(family.tasks)

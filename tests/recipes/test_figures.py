@@ -1,18 +1,13 @@
 """The figures show the means, errors and singular values of results."""
 
 import json
-from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from recipes.common.plots import draw
 from recipes.report.__main__ import ROOT
 from recipes.report.figures import FIGURES, RESULTS, drawn, state
 
 
-def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
+def lines(panel):
     """What lies on the labelled lines of a panel."""
     found = {line.get_label(): line for line in panel.get_lines()}
     return {
@@ -22,18 +17,18 @@ def lines(panel: Axes) -> dict[str, tuple[list[float], list[float]]]:
     }
 
 
-def panels(figure: Figure) -> dict[str, Axes]:
+def panels(figure):
     """The panels of a figure by their titles; each has names on its axes."""
     found = {panel.get_title(): panel for panel in figure.axes if panel.axison}
     assert all(panel.get_xlabel() and panel.get_ylabel() for panel in found.values())
     return found
 
 
-def words(panel: Axes) -> list[str]:
+def words(panel):
     return [text.get_text() for text in panel.texts]
 
 
-def test_every_figure_of_the_paper_is_drawn_with_missing_runs(tmp_path: Path) -> None:
+def test_every_figure_of_the_paper_is_drawn_with_missing_runs(tmp_path):
     assert len(FIGURES) == 7
     for wanted in FIGURES:
         found = panels(drawn(wanted, tmp_path))
@@ -44,14 +39,14 @@ def test_every_figure_of_the_paper_is_drawn_with_missing_runs(tmp_path: Path) ->
             assert (ROOT / RESULTS / "figures" / f"{wanted['stem']}.{ending}").exists()
 
 
-def sweep_of(root: Path, name: str, tasks: Any, runs: Any = ()) -> None:
+def sweep_of(root, name, tasks, runs=()):
     folder = root / RESULTS / name
     folder.mkdir(parents=True)
     (folder / "sweep.json").write_text(json.dumps({"tasks": tasks}))
     (folder / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
 
 
-def test_the_papers_figures_show_results_where_there_are_some(tmp_path: Path) -> None:
+def test_the_papers_figures_show_results_where_there_are_some(tmp_path):
     grape = {"DP-GRAPE": {"scores": {"2": [91.0, 0.5, 3], "6": [93.0, 0.5, 3]}}}
     curve = [{"step": 50, "accuracy": 80.0}, {"step": 100, "accuracy": 90.0}]
     runs = [
@@ -91,7 +86,7 @@ def test_the_papers_figures_show_results_where_there_are_some(tmp_path: Path) ->
     assert states["vit_memory"] == "1 of 1 panels, simulated"
 
 
-def test_spectra_have_a_panel_for_each_bound(tmp_path: Path) -> None:
+def test_spectra_have_a_panel_for_each_bound(tmp_path):
     entries = [
         {"C": None, "sigma": 0.0, "singular_values": [4.0, 1.0]},
         {"C": 10.0, "sigma": 0.5, "singular_values": [5.0, 3.0]},
@@ -110,7 +105,7 @@ def test_spectra_have_a_panel_for_each_bound(tmp_path: Path) -> None:
     assert words(found["OPT-1.3B"]) == ["not run"]
 
 
-def test_a_label_has_one_style_in_all_panels() -> None:
+def test_a_label_has_one_style_in_all_panels():
     points = {0.0: (1.0, None, 1), 1.0: (2.0, 0.5, 2)}
     many = {name: dict.fromkeys("yx" if name == "b" else "xy", points) for name in "abcd"}
     figure = draw(many, "many", ("steps", "score"))

@@ -1,10 +1,7 @@
 """The GPU report works without a GPU, goes on where it stopped, and says what failed."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +15,19 @@ from recipes.gpu_report.models import MODELS, WORDS
 from recipes.gpu_report.table import as_markdown
 
 CPU = torch.device("cpu")
-TINY: dict[str, Any] = {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64}
+TINY = {"hidden_size": 32, "layers": 2, "heads": 2, "vocab_size": 64}
 PAIR = "--only=^RoBERTa-large, T=128, TF32: "
 
 
 @pytest.fixture(autouse=True)
-def _precision() -> Iterator[None]:
+def _precision():
     before = torch.backends.fp32_precision
     yield
     gpu_report.set_precision(tf32=False)
     torch.backends.fp32_precision = before
 
 
-def report(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
+def report(folder, *options):
     """The exit status of a tiny report, and the rows that it has written."""
     words = ["--device=cpu", "--tiny", f"--output_dir={folder}", "--steps=1", *options]
     status = gpu_report.main(words)
@@ -51,13 +48,13 @@ def report(folder: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
         ("OPT-6.7B, T=512", 6.658),
     ],
 )
-def test_the_large_models_have_the_size_of_their_namesakes(name: str, billions: float) -> None:
+def test_the_large_models_have_the_size_of_their_namesakes(name, billions):
     with torch.device("meta"):
         model = MODELS[name].build()
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(billions * 1e9, rel=0.001)
 
 
-def test_roberta_reads_its_words_at_the_mask() -> None:
+def test_roberta_reads_its_words_at_the_mask():
     torch.manual_seed(0)
     setting = replace(MODELS["RoBERTa-large, T=128"], **TINY, length=16, batch_size=4, dropout=0.0)
     model, batch = setting.build().eval(), setting.inputs(padded=True)
@@ -72,7 +69,7 @@ def test_roberta_reads_its_words_at_the_mask() -> None:
     assert model.lm_head.decoder.weight is weights["roberta.embeddings.word_embeddings.weight"]
 
 
-def test_opt_computes_logits_and_loss_at_an_answer_only() -> None:
+def test_opt_computes_logits_and_loss_at_an_answer_only():
     torch.manual_seed(0)
     setting = replace(MODELS["OPT-1.3B, T=512"], **TINY, length=32, batch_size=4, dropout=0.0)
     model, batch = setting.build().eval(), setting.inputs(padded=True)
@@ -92,7 +89,7 @@ def test_opt_computes_logits_and_loss_at_an_answer_only() -> None:
 # ---- Rows ----
 
 
-def test_one_probe_of_each_model_comes_first() -> None:
+def test_one_probe_of_each_model_comes_first():
     first = [str(row) for row in gpu_report.rows()][:12]
     both = ("AdamW", "DP-GRAPE")
     assert first == [
@@ -111,9 +108,7 @@ def test_one_probe_of_each_model_comes_first() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_steps_of_each_kind_stand_beside_those_of_adamw(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_each_kind_stand_beside_those_of_adamw(tmp_path, capsys):
     kinds = "RoBERTa-large, T=128, (TF32|bf16|bf16, 4.*): |OPT-6.7B, T=512, bfloat16|Llama"
     status, found = report(tmp_path, f"--only={kinds}")
     assert status == DONE, found
@@ -136,7 +131,7 @@ def test_steps_of_each_kind_stand_beside_those_of_adamw(
     assert all(row[-1].endswith("x") for row in rows)
 
 
-def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch):
     seen = []
     monkeypatch.setattr(
         gpu_report, "_measured", lambda *_: {"": seen.append(torch.backends.cuda.matmul.allow_tf32)}
@@ -149,7 +144,7 @@ def test_a_row_sets_the_precision_that_one_before_has_left(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_measuring_in_another_process_leaves_this_one_unchanged() -> None:
+def test_measuring_in_another_process_leaves_this_one_unchanged():
     row = replace(gpu_report.rows(tiny=True)[0], precision="TF32")
     gpu_report.set_precision(tf32=False)
     assert gpu_report.in_another_process(row, CPU, 1)["seconds"] > 0
@@ -159,12 +154,10 @@ def test_measuring_in_another_process_leaves_this_one_unchanged() -> None:
 # ---- Going on, and what goes wrong ----
 
 
-def test_a_report_that_runs_out_of_time_goes_on_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_that_runs_out_of_time_goes_on_later(tmp_path, monkeypatch):
     done = []
 
-    def measure(row: Any, *rest: Any) -> dict[str, Any]:
+    def measure(row, *rest):
         done.append(str(row))
         return {"seconds": 1.0, "samples_per_second": 4.0}
 
@@ -182,25 +175,23 @@ def test_a_report_that_runs_out_of_time_goes_on_later(
         assert {row[changed] for row in found} == {"another"}
 
 
-def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path: Path) -> None:
+def test_a_step_has_the_physical_batches_that_its_row_says(tmp_path):
     row = {str(row): row for row in gpu_report.rows(tiny=True)}[
         "OPT-1.3B, T=512, bf16, 4 physical batches: AdamW"
     ]
-    seen: list[int] = []
+    seen = []
     model = row.setting.build()
     model.register_forward_pre_hook(
         lambda module, args, inputs: seen.append(len(inputs["input_ids"])), with_kwargs=True
     )
-    steps: list[int] = []
+    steps = []
     much = {"steps": 2, "batches": 4, **row.options}
     train(model, row.setting, tmp_path, lambda: steps.append(len(seen)), **much)
     assert steps == [0, 4, 8]
     assert seen == [row.setting.batch_size // 4] * 8
 
 
-def test_the_clock_omits_warmup_steps_and_pauses_between_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_clock_omits_warmup_steps_and_pauses_between_steps(monkeypatch):
     clock, ticks = gpu_report._Clock(CPU, steps=3), iter(range(10**6))
     monkeypatch.setattr(gpu_report.time, "perf_counter", lambda: float(next(ticks)))
     for _ in range(clock.steps + 1):
@@ -209,9 +200,7 @@ def test_the_clock_omits_warmup_steps_and_pauses_between_steps(
     assert clock.found() == {"seconds": 2.0, "host_seconds": 1.0}
 
 
-def test_each_device_has_a_report_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_device_has_a_report_of_its_own(tmp_path, monkeypatch):
     found = {"seconds": 1.0, "samples_per_second": 4.0}
     monkeypatch.setattr(gpu_report, "measure", lambda *_: found)
     report(tmp_path, PAIR)
@@ -221,9 +210,7 @@ def test_each_device_has_a_report_of_its_own(
     assert {path.name for path in tmp_path.iterdir()} == {"cpu.json", "nvidia-h100-80gb-hbm3.json"}
 
 
-def test_without_a_gpu_it_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_report.main([f"--output_dir={tmp_path}"]) == NO_DEVICE
     assert "torch sees no CUDA device here" in capsys.readouterr().err
@@ -238,13 +225,13 @@ def test_without_a_gpu_it_says_so(
     ],
 )
 def test_a_failed_row_is_tried_again_unless_out_of_memory(
-    error: Exception, status: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> Any:
+    error, status, text, tmp_path, monkeypatch
+):
+    def fail(*args):
         tries.append(1)
         raise error
 
-    tries: list[int] = []
+    tries = []
     monkeypatch.setattr(gpu_report, "_measured", fail)
     for _ in range(2):
         assert report(tmp_path, PAIR)[0] == status

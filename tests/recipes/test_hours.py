@@ -20,7 +20,7 @@ MEASURED = {
 }
 
 
-def test_every_cell_of_the_papers_tables_is_in_a_sweep() -> None:
+def test_every_cell_of_the_papers_tables_is_in_a_sweep():
     wanted = set()
     for spec in PAPER["tables"].values():
         for line in spec["rows"]:
@@ -34,7 +34,7 @@ def test_every_cell_of_the_papers_tables_is_in_a_sweep() -> None:
     assert len(wanted) == 228 - 8  # DP-Adam on 6.7B does not fit
 
 
-def test_the_first_hour_runs_sst2_with_two_budgets_three_seeds() -> None:
+def test_the_first_hour_runs_sst2_with_two_budgets_three_seeds():
     first = [*Sweep(ROBERTA, Path()).final()][:6]
     assert {(c.row, c.task) for c in first} == {("DP-GRAPE", "SST-2")}
     assert {(c.epsilon, c.seed) for c in first} == {(e, s) for e in (2, 6) for s in (13, 21, 42)}
@@ -44,7 +44,7 @@ def test_the_first_hour_runs_sst2_with_two_budgets_three_seeds() -> None:
     assert sum(cost.hours[:6]) < 0.75
 
 
-def test_hours_use_the_measured_throughput_or_else_the_papers() -> None:
+def test_hours_use_the_measured_throughput_or_else_the_papers():
     measured = [MEASURED, MEASURED | {"method": "AdamW"}]
     plans = {"printed_roberta": ROBERTA, "quoted": PRINTED["printed_roberta_quoted"]}
     found = {(cost.sweep, cost.row): cost for cost in hours.costs(Measured(measured), PAPER, plans)}

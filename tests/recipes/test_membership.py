@@ -7,7 +7,7 @@ from sklearn.metrics import roc_auc_score
 from recipes.attacks import membership
 
 
-def test_lira_compares_with_models_that_did_not_see_the_text() -> None:
+def test_lira_compares_with_models_that_did_not_see_the_text():
     member = np.array([[1, 0], [0, 1], [0, 0], [0, 0]], dtype=bool)
     confidences = np.array([[9.0, 1.0], [2.0, 7.0], [4.0, 3.0], [3.0, 5.0]])
     found = membership.lira(confidences, member)
@@ -20,7 +20,7 @@ def test_lira_compares_with_models_that_did_not_see_the_text() -> None:
     np.testing.assert_allclose(found[0], expected, rtol=1e-9)
 
 
-def test_lira_finds_members_whose_texts_differ_in_difficulty() -> None:
+def test_lira_finds_members_whose_texts_differ_in_difficulty():
     """Being in adds 2, which difficulties of standard deviation 5 hide from a threshold."""
     coins = np.random.default_rng(0)
     member = coins.random((8, 400)) < 0.5
@@ -30,7 +30,7 @@ def test_lira_finds_members_whose_texts_differ_in_difficulty() -> None:
     assert roc_auc_score(member.ravel(), scores.ravel()) > 0.97
 
 
-def test_words_are_known_without_a_vocabulary() -> None:
+def test_words_are_known_without_a_vocabulary():
     first, again = (membership.encode("a good film", 1) for _ in range(2))
     assert first["input_ids"].tolist() == again["input_ids"].tolist()
     assert first["attention_mask"].sum() == 3

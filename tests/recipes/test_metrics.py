@@ -2,7 +2,6 @@
 
 import random
 from pathlib import Path
-from typing import Any
 
 import evaluate
 import pytest
@@ -15,7 +14,7 @@ HERE = Path(metrics.__file__).parent
 WORDS = [*"the a Water water! ice 3-5 35 1,000 U.S. naïve".split(), "", "The  cat"]
 
 
-def score(answer: str, *golds: str) -> dict[str, float]:
+def score(answer, *golds):
     """The scores of one answer."""
     asked = {"id": "0", "answers": {"text": golds, "answer_start": [0] * len(golds)}}
     return metric("squad").compute(
@@ -38,13 +37,13 @@ def score(answer: str, *golds: str) -> dict[str, float]:
         ("3-5", ("35",), 1.0),  # punctuation goes without leaving a space
     ],
 )
-def test_f1_of_words(answer: str, golds: tuple[str, ...], expected: float) -> None:
+def test_f1_of_words(answer, golds, expected):
     found = score(answer, *golds)
     assert found["f1"] == pytest.approx(100 * expected)
     assert found["exact_match"] == 100 * (expected == 1.0)
 
 
-def test_scores_of_answers_are_means_over_questions_whatever_their_order() -> None:
+def test_scores_of_answers_are_means_over_questions_whatever_their_order():
     asked, given = examples("squad", 50)
     alone = [
         score(a["prediction_text"], *q["answers"]["text"])
@@ -56,14 +55,14 @@ def test_scores_of_answers_are_means_over_questions_whatever_their_order() -> No
         assert 0 < found[name] < 100
 
 
-def test_accuracy_is_that_of_scikit_learn() -> None:
+def test_accuracy_is_that_of_scikit_learn():
     labels, given = examples("accuracy", 50)
     found = metric("accuracy").compute(predictions=given, references=labels)
     assert found == {"accuracy": pytest.approx(accuracy_score(labels, given))}
 
 
 @pytest.mark.parametrize("name", ["accuracy", "squad"])
-def test_scores_are_those_of_the_hubs_module(name: str) -> None:
+def test_scores_are_those_of_the_hubs_module(name):
     try:
         theirs = evaluate.load(name, module_type="metric", keep_in_memory=True)
     except (ConnectionError, FileNotFoundError):
@@ -74,20 +73,20 @@ def test_scores_are_those_of_the_hubs_module(name: str) -> None:
     assert ours.compute(predictions=given, references=labels) == pytest.approx(expected)
 
 
-def test_the_hubs_module_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_module_comes_first(monkeypatch):
     monkeypatch.setattr(evaluate, "load", lambda *names, **options: names)
     assert metric("squad") == ("squad",)
 
 
-def examples(name: str, count: int) -> tuple[list[Any], list[Any]]:
+def examples(name, count):
     """What is right, and random predictions."""
     chance = random.Random(0)
 
-    def text() -> str:
+    def text():
         return " ".join(chance.choices(WORDS, k=chance.randrange(5)))
 
     if name == "accuracy":
-        return tuple([chance.randrange(3) for _ in range(count)] for _ in range(2))  # type: ignore[return-value]
+        return tuple([chance.randrange(3) for _ in range(count)] for _ in range(2))
     golds = [[text() for _ in range(chance.randrange(1, 4))] for _ in range(count)]
     asked = [
         {"id": f"{i}", "answers": {"text": some, "answer_start": [0] * len(some)}}

@@ -4,16 +4,12 @@ Shapes: B examples, O options of each, T tokens of the longest text, K of the lo
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -46,22 +42,22 @@ SIZES = {"train": 5, "dev": 3, "test": 4}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A folder with a tiny OPT and a tokenizer of bytes, and one with data for each task."""
     path = tmp_path_factory.mktemp("opt")
     save_model_and_questions(path)
     return path
 
 
-def tokenizer_of(folder: Path) -> Any:
+def tokenizer_of(folder):
     return AutoTokenizer.from_pretrained(folder)
 
 
-def encoder_of(folder: Path, **changes: Any) -> Encoder:
+def encoder_of(folder, **changes):
     return replace(Encoder(tokenizer_of(folder), max_length=64, first=(0,)), **changes)
 
 
-def scorer(name: str, **changes: Any) -> Any:
+def scorer(name, **changes):
     return score_answers(only(name).model(**changes)).eval()
 
 
@@ -92,16 +88,16 @@ def scorer(name: str, **changes: Any) -> Any:
         ),
     ],
 )
-def test_prompts_are_those_of_the_source(task: str, expected: Question) -> None:
+def test_prompts_are_those_of_the_source(task, expected):
     assert TASKS[task].read(ROWS[task]) == expected
 
 
-def test_a_question_that_ends_with_its_mark_gets_no_other() -> None:
+def test_a_question_that_ends_with_its_mark_gets_no_other():
     row = {"passage": "Ice.", "question": "Is it?", "answer": False}
     assert TASKS["BoolQ"].read(row) == Question("Ice. Is it?\n", ("Yes", "No"), 1)
 
 
-def test_splits_begin_the_permutation_of_the_seed(folder: Path) -> None:
+def test_splits_begin_the_permutation_of_the_seed(folder):
     data = str(folder / "SST2")
     found = load_splits(TASKS["SST2"], data, 29, SIZES)
     state = np.random.get_state()
@@ -114,7 +110,7 @@ def test_splits_begin_the_permutation_of_the_seed(folder: Path) -> None:
     assert permutation(5, 0) == [2, 0, 1, 3, 4]
 
 
-def test_only_the_test_split_may_be_smaller_than_requested(folder: Path) -> None:
+def test_only_the_test_split_may_be_smaller_than_requested(folder):
     data = str(folder / "DROP")
     found = load_splits(TASKS["DROP"], data, 0, {**SIZES, "test": 1000})
     assert [len(found[name]) for name in ("train", "dev", "test")] == [5, 3, 12]
@@ -126,7 +122,7 @@ def test_only_the_test_split_may_be_smaller_than_requested(folder: Path) -> None
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_an_answer_is_the_last_tokens_of_its_row(task: str, folder: Path) -> None:
+def test_an_answer_is_the_last_tokens_of_its_row(task, folder):
     encoder = encoder_of(folder, max_length=200)
     question = TASKS[task].read(ROWS[task])
     example = encoder.example(question)
@@ -138,7 +134,7 @@ def test_an_answer_is_the_last_tokens_of_its_row(task: str, folder: Path) -> Non
         assert encoder.prompt(question) == row[:-length]
 
 
-def test_texts_are_stripped_of_spaces_and_keep_line_breaks(folder: Path) -> None:
+def test_texts_are_stripped_of_spaces_and_keep_line_breaks(folder):
     encoder = encoder_of(folder)
     decode = encoder.tokenizer.decode
     question = Question("  Answer: ", (" 5\n ",))
@@ -147,7 +143,7 @@ def test_texts_are_stripped_of_spaces_and_keep_line_breaks(folder: Path) -> None
     assert decode(row[1:]) == "Answer: 5\n"
 
 
-def test_a_long_text_loses_its_beginning_except_the_first_token(folder: Path) -> None:
+def test_a_long_text_loses_its_beginning_except_the_first_token(folder):
     whole, cut = encoder_of(folder, max_length=500), encoder_of(folder, max_length=12)
     question = TASKS["SQuAD"].read(ROWS["SQuAD"])
     long, short = whole.example(question), cut.example(question)
@@ -159,27 +155,25 @@ def test_a_long_text_loses_its_beginning_except_the_first_token(folder: Path) ->
 @pytest.mark.parametrize(
     ("option", "taken"), [("", r"0 of the \d+"), (" water" * 20, r"\d+ of the 12")]
 )
-def test_an_answer_without_tokens_or_prompt_is_refused(
-    option: str, taken: str, folder: Path
-) -> None:
+def test_an_answer_without_tokens_or_prompt_is_refused(option, taken, folder):
     with pytest.raises(ValueError, match=f"The answer .* takes {taken} tokens of its row"):
         encoder_of(folder, max_length=12).example(Question("Answer:", (option,)))
 
 
-def test_rows_begin_with_what_the_tokenizer_puts_there_unless_told(folder: Path) -> None:
+def test_rows_begin_with_what_the_tokenizer_puts_there_unless_told(folder):
     tokenizer = tokenizer_of(folder)
     assert first_tokens(tokenizer, None) == (2,)
     assert first_tokens(tokenizer, 0) == (0,)
 
 
-def test_options_of_one_token_share_their_text(folder: Path) -> None:
+def test_options_of_one_token_share_their_text(folder):
     encoder, question = encoder_of(folder), Question("Ice is", ("!", "?"), 1)
     example = encoder.example(question)
     assert example["input_ids"] == [encoder.prompt(question)]
     assert [len(answer) for answer in example["answers"]] == [1, 1]
 
 
-def test_a_batch_is_padded_on_the_left() -> None:
+def test_a_batch_is_padded_on_the_left():
     batch = Collator(pad=1, multiple=2)(
         [
             {"input_ids": [[5, 6, 7], [5, 6]], "answers": [[7, 8], [9]], "labels": 0},
@@ -196,7 +190,7 @@ def test_a_batch_is_padded_on_the_left() -> None:
     assert batch["labels"].tolist() == [0, 1]
 
 
-def test_answers_of_all_usual_lengths_have_one_shape() -> None:
+def test_answers_of_all_usual_lengths_have_one_shape():
     """So that their examples share a physical batch if their texts are about as long."""
     some = examples([9] * 3 * ANSWER_GRID, options=1, longest=ANSWER_GRID)
     rows = [Collator(PAD, answers=ANSWER_GRID)([example]) for example in some]
@@ -208,14 +202,14 @@ def test_answers_of_all_usual_lengths_have_one_shape() -> None:
 # ---- Losses and gradients ----
 
 
-def whole_rows(example: dict[str, Any]) -> Iterator[tuple[list[int], int]]:
+def whole_rows(example):
     """Yields all tokens of each option, and how many of them are the answer."""
     answers = example["answers"]
     for text, answer in zip(cycle(example["input_ids"]), answers, strict=False):
         yield text + answer[-1:], len(answer)
 
 
-def by_hand(model: Any, example: dict[str, Any]) -> Tensor:
+def by_hand(model, example):
     """Returns the scores (O,) of one example, each row alone and without padding."""
     scores = []
     for row, length in whole_rows(example):
@@ -228,11 +222,11 @@ def by_hand(model: Any, example: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize(("name", "longest"), [("opt", 3), ("opt", 1), ("gpt2", 3), ("llama", 3)])
 @torch.no_grad()
-def test_scores_are_mean_log_probabilities_of_the_answers(name: str, longest: int) -> None:
+def test_scores_are_mean_log_probabilities_of_the_answers(name, longest):
     model, some = scorer(name), examples([4, 9, 6], options=2, longest=longest)
     batch = Collator(PAD)(some)
     labels = batch.pop("labels")
-    seen: list[int] = []
+    seen = []
     head = model.get_output_embeddings()
     head.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
     outputs = model(**batch)
@@ -257,9 +251,7 @@ def test_scores_are_mean_log_probabilities_of_the_answers(name: str, longest: in
         ("llama", 3, 3, choice_loss),
     ],
 )
-def test_gradients_are_those_of_each_example_alone(
-    name: str, options: int, longest: int, loss: Any
-) -> None:
+def test_gradients_are_those_of_each_example_alone(name, options, longest, loss):
     model, batch = scorer(name), Collator(PAD)(examples([4, 9, 6], options, longest=longest))
     projectors = projectors_for(model, 3)
     assert projectors
@@ -271,7 +263,7 @@ def test_gradients_are_those_of_each_example_alone(
 
 
 @pytest.mark.parametrize("options", [1, 2, 5])
-def test_one_example_counts_once_whatever_its_options(options: int) -> None:
+def test_one_example_counts_once_whatever_its_options(options):
     """Clipped row by row, five options would contribute up to five times C."""
     loss = answer_loss if options == 1 else choice_loss
     model, bound = scorer("opt"), 1e-2
@@ -284,12 +276,12 @@ def test_one_example_counts_once_whatever_its_options(options: int) -> None:
 
 
 @pytest.mark.parametrize(("options", "loss"), [(2, choice_loss), (1, answer_loss)])
-def test_an_examples_gradient_does_not_depend_on_its_batch(options: int, loss: Any) -> None:
+def test_an_examples_gradient_does_not_depend_on_its_batch(options, loss):
     """Neighbours that are longer, whose answers are, and more padding of both change nothing."""
     first, *others = examples([5, 21, 3, 30], options, longest=7)
     engine = make_engine("layerwise", scorer("opt"), loss)
 
-    def gradient(some: list[dict[str, Any]], multiple: int) -> dict[str, Tensor]:
+    def gradient(some, multiple):
         found = engine(Collator(PAD, multiple, answers=multiple)(some), {})[1]
         return {name: g[:1] for name, g in dense(found, len(some)).items()}
 
@@ -298,11 +290,11 @@ def test_an_examples_gradient_does_not_depend_on_its_batch(options: int, loss: A
         assert relative_error(gradient(some, multiple), expected) < 1e-5
 
 
-def test_models_without_position_ids_or_logit_selection_are_scored_equally() -> None:
+def test_models_without_position_ids_or_logit_selection_are_scored_equally():
     """As ALiBi models, which count from the mask, and those that give all logits."""
 
     class Plain(LlamaForCausalLM):
-        def forward(self, input_ids: Tensor, attention_mask: Tensor, **options: Any) -> Any:
+        def forward(self, input_ids, attention_mask, **options):
             positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
             return super().forward(input_ids, attention_mask, position_ids=positions)
 
@@ -320,14 +312,14 @@ def test_models_without_position_ids_or_logit_selection_are_scored_equally() -> 
 class Numbers:
     """A tokenizer whose text is the numbers of the tokens; one of them is the line break."""
 
-    def __init__(self, line_break: int, eos_token_id: int | None = None) -> None:
+    def __init__(self, line_break, eos_token_id=None):
         self._line_break, self.eos_token_id = line_break, eos_token_id
 
-    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+    def __call__(self, text, add_special_tokens):
         assert (text, add_special_tokens) == ("\n", False)
         return {"input_ids": [FIRST_WORD, self._line_break]}
 
-    def batch_decode(self, rows: Tensor, skip_special_tokens: bool) -> list[str]:
+    def batch_decode(self, rows, skip_special_tokens):
         special = (PAD,) if skip_special_tokens else ()
         return [
             " ".join("\n" * (i == self._line_break) or str(i) for i in row if i not in special)
@@ -336,7 +328,7 @@ class Numbers:
 
 
 @torch.no_grad()
-def continued(model: Any, prompt: list[int], most: int) -> list[int]:
+def continued(model, prompt, most):
     """Returns the likeliest tokens one after the other, with no cache and no padding."""
     ids = list(prompt)
     for _ in range(most):
@@ -345,7 +337,7 @@ def continued(model: Any, prompt: list[int], most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", ["opt", "llama"])
-def test_answers_are_greedy_and_end_with_the_line(name: str) -> None:
+def test_answers_are_greedy_and_end_with_the_line(name):
     model = scorer(name, initializer_range=1.0)  # so that it does not repeat one token
     prompts = [row for e in examples([4, 11, 7, 6], options=1, seed=3) for row in e["input_ids"]]
     free = [continued(model, prompt, 8) for prompt in prompts]
@@ -360,13 +352,13 @@ def test_answers_are_greedy_and_end_with_the_line(name: str) -> None:
     assert ended[0] == f"{expected[0]} {line_break}"  # which is no special token here
 
 
-def until(stop: int, tokens: list[int]) -> list[int]:
+def until(stop, tokens):
     """Returns the tokens before one of them, less padding, which is no text wherever it stands."""
     before = tokens[: tokens.index(stop)] if stop in tokens else tokens
     return [token for token in before if token != PAD]
 
 
-def test_scores_of_a_split_do_not_depend_on_its_batches(folder: Path) -> None:
+def test_scores_of_a_split_do_not_depend_on_its_batches(folder):
     encoder = encoder_of(folder, max_length=110)
     model = score_answers(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"))
     for task, read in TASKS.items():
@@ -382,7 +374,7 @@ def test_scores_of_a_split_do_not_depend_on_its_batches(folder: Path) -> None:
         assert found[0] == found[1]
 
 
-def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_is_right_scores_100(folder, monkeypatch):
     """Questions are sorted on the way, and each is held against its own answer."""
     encoder = encoder_of(folder)
     questions = [Question("x" * n, (f" {n}\n",), golds=(str(n),)) for n in (9, 2, 30, 4)]
@@ -399,7 +391,7 @@ def test_an_answer_that_is_right_scores_100(folder: Path, monkeypatch: pytest.Mo
 # ---- Runs ----
 
 
-def words(folder: Path, tmp_path: Path, task: str, **options: Any) -> list[str]:
+def words(folder, tmp_path, task, **options):
     given = {
         **{
             "config": "ours",
@@ -434,9 +426,7 @@ ONE = {"noise_multiplier": 1}
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
 )
-def test_a_run_on_every_kind_of_task(
-    task: str, options: dict[str, Any], folder: Path, tmp_path: Path
-) -> None:
+def test_a_run_on_every_kind_of_task(task, options, folder, tmp_path):
     result = main(FAMILY, words(folder, tmp_path, task, **options))
     metric = "f1" if TASKS[task].generates else "accuracy"
     assert {split: list(scores) for split, scores in result["metrics"].items()} == {
@@ -450,11 +440,9 @@ def test_a_run_on_every_kind_of_task(
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_leaves_a_plain_model(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_run_resumes_and_leaves_a_plain_model(folder, tmp_path, capsys):
     """By the same command; embeddings are tied."""
-    options: dict[str, Any] = {"config": "reference_code", "target_epsilon": 6}
+    options = {"config": "reference_code", "target_epsilon": 6}
     options |= {"learning_rate": 1e-3, "max_grad_norm": 0.1}
     options |= {"max_steps": 60, "projection_rank": 4, "save_model": True}
     command = words(folder, tmp_path, "SQuAD", scored_splits="test", **options)

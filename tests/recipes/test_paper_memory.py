@@ -2,8 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,14 +35,14 @@ SETTING = Setting(batch_size=SIZE, rank=8)
 
 
 @pytest.fixture(scope="module")
-def model() -> ModelOfConfig:
+def model():
     return ModelOfConfig(CONFIG, None, LENGTH)
 
 
 # ---- Formulas ----
 
 
-def test_the_formulas_are_those_of_the_papers_table() -> None:
+def test_the_formulas_are_those_of_the_papers_table():
     # Of weights of 6 x 10 and 12 x 4, projected along 6 and 4 to rank 2, and a bias of 6.
     full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
     sizes = {"B": 5, "sum m n": full, "r sum n": coordinates, "r sum m": 2 * 6 + 2 * 4}
@@ -59,7 +57,7 @@ def test_the_formulas_are_those_of_the_papers_table() -> None:
     }
 
 
-def test_a_model_is_projected_as_the_trainer_projects_it(model: ModelOfConfig) -> None:
+def test_a_model_is_projected_as_the_trainer_projects_it(model):
     numbers = sum(p.numel() for p in model.build(torch.float32).parameters())
     # Four attention matrices, two of the feed-forward, and the dense layer of the head.
     square, wide = 5 * 32 * 32, 2 * 32 * 64
@@ -71,13 +69,13 @@ def test_a_model_is_projected_as_the_trainer_projects_it(model: ModelOfConfig) -
 
 
 @pytest.fixture(scope="module")
-def rows(model: ModelOfConfig) -> list[memory.Compared]:
+def rows(model):
     found = memory.every_method(SETTING)
     memory.compare(model, found)
     return found
 
 
-def one(rows: list[memory.Compared], method: str, mode: str = "auto") -> Any:
+def one(rows, method, mode="auto"):
     (found,) = (
         row for row in rows if (row.setting.method, row.setting.grad_sample_mode) == (method, mode)
     )
@@ -85,9 +83,7 @@ def one(rows: list[memory.Compared], method: str, mode: str = "auto") -> Any:
 
 
 @pytest.mark.slow
-def test_every_row_of_the_table_is_simulated_and_shown(
-    rows: list[memory.Compared], model: ModelOfConfig
-) -> None:
+def test_every_row_of_the_table_is_simulated_and_shown(rows, model):
     assert {row.setting.method for row in rows} == {ADAMW, *METHODS}
     assert [row.refused for row in rows] == [""] * len(rows)
     assert all(row.footprint is not None for row in rows)
@@ -104,9 +100,7 @@ def test_every_row_of_the_table_is_simulated_and_shown(
 
 
 @pytest.mark.slow
-def test_what_is_simulated_is_what_the_formulas_say(
-    rows: list[memory.Compared], model: ModelOfConfig
-) -> None:
+def test_what_is_simulated_is_what_the_formulas_say(rows, model):
     tensors = 200  # of weights, moments and step counts together, each up to a block larger
     sizes = memory.sizes_of(model, SETTING)
     compared_with = {
@@ -131,7 +125,7 @@ def test_what_is_simulated_is_what_the_formulas_say(
 
 
 @pytest.mark.slow
-def test_an_unsupported_combination_is_refused_in_its_row(model: ModelOfConfig) -> None:
+def test_an_unsupported_combination_is_refused_in_its_row(model):
     setting = Setting(batch_size=SIZE, dtype=torch.bfloat16)
     found = memory.every_method(setting)
     refused, possible = few = [one(found, "dpzero"), one(found, "dp_sgd")]
@@ -147,7 +141,7 @@ def test_an_unsupported_combination_is_refused_in_its_row(model: ModelOfConfig) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> None:
+def test_a_real_trainer_keeps_what_is_simulated(method, tmp_path):
     case = only("roberta-classifier")
     setting = Setting(method, 4, rank=2)
     simulated = simulate(lambda dtype: case.model(), case.batch, setting)
@@ -168,7 +162,7 @@ def test_a_real_trainer_keeps_what_is_simulated(method: str, tmp_path: Path) -> 
     assert simulated.at_end[PROJECTIONS] == sum(map(in_blocks, matrices))
 
 
-def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
+def in_blocks(kept):
     size = kept.nbytes if isinstance(kept, Tensor) else kept.nbytes()
     return -(-size // BLOCK) * BLOCK
 
@@ -177,9 +171,7 @@ def in_blocks(kept: Tensor | torch.UntypedStorage) -> int:
 
 
 @pytest.mark.slow
-def test_the_command_names_the_model_and_its_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_names_the_model_and_its_batch(tmp_path, monkeypatch, capsys):
     CONFIG.save_pretrained(tmp_path)
     one = memory.every_method(SETTING)[:1]
     monkeypatch.setattr(memory, "every_method", lambda setting: one)
@@ -190,9 +182,7 @@ def test_the_command_names_the_model_and_its_batch(
 
 
 @pytest.mark.slow
-def test_curves_have_the_peak_of_each_method_and_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_curves_have_the_peak_of_each_method_and_batch(tmp_path, monkeypatch):
     name, plan = "RoBERTa-large, T=128", memory_curves.PLAN
     small = {"hidden_size": 64, "layers": 1, "heads": 2, "vocab_size": 64, "length": 8}
     monkeypatch.setattr(memory_curves, "MODELS", {name: replace(MODELS[name], **small)})

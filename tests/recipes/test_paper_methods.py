@@ -3,15 +3,11 @@
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import (
     OPTConfig,
     OPTForCausalLM,
@@ -29,8 +25,6 @@ from recipes.paper.methods import released, whole_batch, zeroth_order
 from tests.support.methods import (
     PLAIN,
     Moments,
-    Update,
-    Weights,
     assert_same_steps,
     batch_of_all,
     definition,
@@ -51,32 +45,30 @@ PRIVATE = [name for name, row in ROWS.items() if row.private]
 NOT_PRIVATE = [name for name, row in ROWS.items() if not row.private]
 
 
-def singular_vectors(gradient: Tensor, rank: int) -> Tensor:
+def singular_vectors(gradient, rank):
     """Returns the leading singular vectors on the side of the smaller dimension, in columns."""
     left, _, right = torch.linalg.svd(gradient, full_matrices=False)
     return right[:rank].T if gradient.shape[0] >= gradient.shape[1] else left[:, :rank]
 
 
-def along(gradient: Tensor, basis: Tensor, update: Callable[[Tensor], Tensor]) -> Tensor:
+def along(gradient, basis, update):
     """Returns the update of the projected gradient, lifted."""
     if len(basis) == gradient.shape[1]:
         return update(gradient @ basis) @ basis.T
     return basis @ update(basis.T @ gradient)
 
 
-def public_galore(monkeypatch: pytest.MonkeyPatch) -> Any:
+def public_galore(monkeypatch):
     """Imports galore-torch, whose 8-bit optimizer, not needed here, wants a library for GPUs."""
     if find_spec("bitsandbytes") is None:
         for name in ("bitsandbytes", "bitsandbytes.optim", "bitsandbytes.optim.optimizer"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        stub: Any = sys.modules["bitsandbytes.optim.optimizer"]
+        stub = sys.modules["bitsandbytes.optim.optimizer"]
         stub.Optimizer2State = object
     return pytest.importorskip("galore_torch")
 
 
-def test_galore_is_the_public_implementation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_galore_is_the_public_implementation(tmp_path, monkeypatch):
     """Step for step, with a redraw in between. Its eps counts before the bias correction."""
     reference = public_galore(monkeypatch)
     found = run(tmp_path, "galore", **PLAIN, max_steps=5, adam_epsilon=1e-12)
@@ -99,12 +91,12 @@ def test_galore_is_the_public_implementation(
         assert_same_weights(actual, wanted, atol=2e-5, rtol=1e-4)
 
 
-def along_singular_vectors() -> Update:
+def along_singular_vectors():
     """GaLore (Zhao et al. 2024, Algorithm 2, alpha = 1): SVD of the gradient every few steps."""
-    moments: dict[str, Moments] = defaultdict(Moments)
-    bases: Weights = {}
+    moments = defaultdict(Moments)
+    bases = {}
 
-    def update(step: int, private_grads: Weights) -> Weights:
+    def update(step, private_grads):
         if step % 3 == 0:
             matrices = {n: g for n, g in private_grads.items() if g.dim() == 2}
             bases.update({n: singular_vectors(g, 2) for n, g in matrices.items()})
@@ -116,10 +108,10 @@ def along_singular_vectors() -> Update:
     return update
 
 
-def along_random_directions() -> Update:
+def along_random_directions():
     """SGD along the random projection of the private gradient."""
 
-    def update(step: int, private_grads: Weights) -> Weights:
+    def update(step, private_grads):
         moves = {}
         for name, gradient in private_grads.items():
             if gradient.dim() == 2:
@@ -132,7 +124,7 @@ def along_random_directions() -> Update:
     return update
 
 
-def test_singular_vectors_are_orthonormal_and_computed_in_float32() -> None:
+def test_singular_vectors_are_orthonormal_and_computed_in_float32():
     vectors = released.leading_vectors(torch.zeros(6, 16), 3, Side.LEFT)
     torch.testing.assert_close(vectors.T @ vectors, torch.eye(3))
     gradient = torch.randn(16, 6).bfloat16()
@@ -141,7 +133,7 @@ def test_singular_vectors_are_orthonormal_and_computed_in_float32() -> None:
 
 
 @pytest.mark.parametrize("method", ["adam", "lora"])
-def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None:
+def test_a_counterpart_is_the_plain_trainer(method, tmp_path):
     """With PEFT, if it is LoRA."""
     expected = plain_trainer(tmp_path / "plain", tiny(method), steps=5)
     found = run(tmp_path / "ours", method, **PLAIN, max_steps=5)
@@ -151,16 +143,14 @@ def test_a_counterpart_is_the_plain_trainer(method: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("private", "plain"), [("dp_adam", "adam"), ("dp_lora", "lora"), ("dp_galore", "galore")]
 )
-def test_a_private_method_without_noise_and_clipping_is_its_counterpart(
-    private: str, plain: str, tmp_path: Path
-) -> None:
+def test_a_private_method_without_noise_and_clipping_is_its_counterpart(private, plain, tmp_path):
     one = run(tmp_path / "a", private, **EXACT, max_steps=5)
     other = run(tmp_path / "b", plain, **PLAIN, max_steps=5)
     assert_same_steps(one, other, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("method", NOT_PRIVATE)
-def test_a_method_that_is_not_private_says_so(method: str, tmp_path: Path) -> None:
+def test_a_method_that_is_not_private_says_so(method, tmp_path):
     trainer = make_trainer(
         tmp_path, method=method, model=tiny(method), noise_multiplier=None, max_steps=2
     )
@@ -187,9 +177,7 @@ def test_a_method_that_is_not_private_says_so(method: str, tmp_path: Path) -> No
         ({"model": TinyForSequenceClassification().bfloat16()}, "Load the model in float32"),
     ],
 )
-def test_a_finite_difference_that_rounding_would_spoil_is_refused(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_finite_difference_that_rounding_would_spoil_is_refused(changes, message, tmp_path):
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, method="dpzero", **changes)
 
@@ -201,15 +189,13 @@ def test_a_finite_difference_that_rounding_would_spoil_is_refused(
         ("d2p2", along_random_directions, 1e-6, 1e-5),
     ],
 )
-def test_a_private_method_is_its_definition(
-    method: str, update: Callable[[], Update], atol: float, rtol: float, tmp_path: Path
-) -> None:
+def test_a_private_method_is_its_definition(method, update, atol, rtol, tmp_path):
     found = noisy_run(tmp_path, method)
     expected = definition(found[0], 5, update())
     assert_same_steps(found[1:], expected, atol=atol, rtol=rtol)
 
 
-TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @pytest.mark.parametrize(
@@ -228,9 +214,7 @@ TINY: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention
 @pytest.mark.filterwarnings(
     "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
 )
-def test_lora_uses_the_layers_of_mezo_if_mezo_names_any(
-    model: Any, layers: set[str] | None, alpha: int
-) -> None:
+def test_lora_uses_the_layers_of_mezo_if_mezo_names_any(model, layers, alpha):
     adapted = with_adapter(model, "dp_lora", 8)
     (config,) = adapted.peft_config.values()
     trained = {n.split(".lora_")[0] for n, p in adapted.named_parameters() if p.requires_grad}

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,14 +22,14 @@ SMALL = {
 }
 
 
-def parse(output_dir: Path | str, **options: Any) -> Any:
+def parse(output_dir, **options):
     """The recipe's arguments for a run of seconds."""
     given = SMALL | {"output_dir": output_dir} | options
     return digits.parse([f"--{name}={value}" for name, value in given.items()])
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def run(tmp_path_factory):
     """The folder and the results of one run of the digits recipe."""
     folder = tmp_path_factory.mktemp("digits")
     with torch.random.fork_rng(devices=[]):
@@ -39,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]
 
 
 @pytest.mark.slow
-def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any]]) -> None:
+def test_digits_reports_the_privacy_of_its_ledger(run):
     folder, results = run
     ledger = Ledger.load(folder / LEDGER_NAME)
     assert ledger.private
@@ -53,7 +51,7 @@ def test_digits_reports_the_privacy_of_its_ledger(run: tuple[Path, dict[str, Any
     assert re.search(r"(?m)^epsilon spent +\d\.\d+ at delta 1e-05$", digits.report(results))
 
 
-def test_digits_leaves_a_checkpoint_that_loads(run: tuple[Path, dict[str, Any]]) -> None:
+def test_digits_leaves_a_checkpoint_that_loads(run):
     folder, results = run
     model = ViTForImageClassification.from_pretrained(folder)
     _, test = digits.load_data()
@@ -61,7 +59,7 @@ def test_digits_leaves_a_checkpoint_that_loads(run: tuple[Path, dict[str, Any]])
     assert "ε = " in (folder / "README.md").read_text(encoding="utf-8")
 
 
-def test_digits_shows_the_optimizers_state_beside_adams(run: tuple[Path, dict[str, Any]]) -> None:
+def test_digits_shows_the_optimizers_state_beside_adams(run):
     folder, results = run
     model = ViTForImageClassification.from_pretrained(folder)
     parameters = sum(p.numel() for p in model.parameters())
@@ -70,14 +68,14 @@ def test_digits_shows_the_optimizers_state_beside_adams(run: tuple[Path, dict[st
     assert f"0.0 KiB, of Adam {8 * parameters / 1024:.1f} KiB" in digits.report(results)
 
 
-def test_a_config_with_an_unknown_option_is_refused(tmp_path: Path) -> None:
+def test_a_config_with_an_unknown_option_is_refused(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("target_epsilom: 8.0\n", encoding="utf-8")
     with pytest.raises(ValueError, match="target_epsilom"):
         digits.parse([f"--config={config}"])
 
 
-def test_the_split_is_reproducible_and_disjoint() -> None:
+def test_the_split_is_reproducible_and_disjoint():
     (train, test), (again, _) = digits.load_data(), digits.load_data()
     assert (len(train), len(test)) == (1437, 360)
     assert all(
@@ -88,7 +86,7 @@ def test_the_split_is_reproducible_and_disjoint() -> None:
 
 
 @pytest.mark.parametrize("method", ["dp_galore", "adam"])
-def test_digits_trains_by_other_methods(method: str, tmp_path: Path) -> None:
+def test_digits_trains_by_other_methods(method, tmp_path):
     """The budget of the configuration does not stand in the way of one that is not private."""
     results = digits.main(parse(tmp_path, method=method, max_steps=1))
     assert results["privacy"]["private"] == (method != "adam")

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +10,7 @@ from recipes.report.__main__ import PAGES, ROOT, TABLES, main, pages_of
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(tmp_path_factory):
     """A repository with the committed results, and no page but those that are rendered whole."""
     root = tmp_path_factory.mktemp("repository")
     unwanted = shutil.ignore_patterns("*.py", "*.png", "README.md", "__pycache__")
@@ -20,26 +19,24 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def page(results: Path) -> Path:
+def page(results):
     """A page of that repository."""
     path = results / "README.md"
     path.write_text("No table.\n")
     return path
 
 
-def test_the_committed_pages_are_not_stale() -> None:
+def test_the_committed_pages_are_not_stale():
     assert main(["--check"]) == 0
 
 
-def test_every_table_is_on_some_page() -> None:
+def test_every_table_is_on_some_page():
     text = "".join(page.read_text(encoding="utf-8") for page in pages_of(ROOT))
     missing = [name for name in TABLES if f"\n<!-- table: {name} -->\n|" not in text]
     assert missing == []
 
 
-def test_a_stale_table_is_named_and_renewed(
-    page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_stale_table_is_named_and_renewed(page, monkeypatch, capsys):
     monkeypatch.setattr(report, "PAGES", {})
     stale = "Before.\n<!-- table: vision -->\n| old |\n<!-- end -->\nAfter `<!-- table: x -->`.\n"
     page.write_text(stale)
@@ -57,9 +54,7 @@ def test_a_stale_table_is_named_and_renewed(
     assert main([], page.parent) == 0
 
 
-def test_whole_pages_are_of_results_alone(
-    results: Path, page: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_pages_are_of_results_alone(results, page, monkeypatch):
     """``sweep.json`` also says what was run; its scores are those of the runs."""
     some = {
         path: render
@@ -84,9 +79,7 @@ def test_whole_pages_are_of_results_alone(
         ("<!-- table: digits -->\n| a |\n", r"README\.md: each <!-- table: NAME --> needs an"),
     ],
 )
-def test_a_wrong_marker_is_refused(
-    page: Path, text: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_marker_is_refused(page, text, message, monkeypatch):
     monkeypatch.setattr(report, "PAGES", {})
     page.write_text(text)
     with pytest.raises(ValueError, match=message):

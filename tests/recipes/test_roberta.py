@@ -2,9 +2,7 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -57,7 +55,7 @@ LAYERS = 2 * 6  # linear layers of the tiny encoder
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Any:
+def tokenizer():
     """A byte-level BPE tokenizer like RoBERTa's, whose vocabulary has the words of the tests."""
     bpe = byte_level([f" {TEXT}"] * 3, 1000, SPECIAL)
     bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
@@ -68,7 +66,7 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tokenizer, tmp_path_factory):
     """A tiny RoBERTa with its tokenizer, as saved by its makers."""
     path = tmp_path_factory.mktemp("roberta")
     tokenizer.save_pretrained(path)
@@ -79,7 +77,7 @@ def folder(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def tokens(tokenizer: Any, task: str, *texts: str, max_length: int | None = None) -> str:
+def tokens(tokenizer, task, *texts, max_length=None):
     """The tokens of a prompt, with Ġ for the space before a word."""
     ids = prompt(TASKS[task], tokenizer, texts, max_length)
     return " ".join(tokenizer.convert_ids_to_tokens(ids))
@@ -101,13 +99,11 @@ ASKED = "<s> A Ġman Ġsleeps ? <mask> , Ġthe ĠDog Ġruns . </s>"  # one lette
         ("TREC", ("Who wrote it ?",), "<s> <mask> : ĠWho Ġwrote Ġit Ġ? </s>"),
     ],
 )
-def test_prompts_are_those_of_the_source(
-    tokenizer: Any, task: str, texts: tuple[str, ...], expected: str
-) -> None:
+def test_prompts_are_those_of_the_source(tokenizer, task, texts, expected):
     assert tokens(tokenizer, task, *texts) == expected
 
 
-def test_a_long_prompt_loses_its_tail_and_never_its_mask(tokenizer: Any) -> None:
+def test_a_long_prompt_loses_its_tail_and_never_its_mask(tokenizer):
     long = " ".join(["film"] * 300)
     cut = tokens(tokenizer, "SNLI", "A man.", long).split()
     assert len(cut) == 256
@@ -118,14 +114,14 @@ def test_a_long_prompt_loses_its_tail_and_never_its_mask(tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize(("task", "limit"), [("SST-5", 110), ("TREC", 110), ("MNLI", 240)])
-def test_the_first_text_has_a_limit_of_its_own(tokenizer: Any, task: str, limit: int) -> None:
+def test_the_first_text_has_a_limit_of_its_own(tokenizer, task, limit):
     texts = ["A " + " ".join(["film"] * 300)] + ["It"] * (task == "MNLI")
     written = tokens(tokenizer, task, *texts)
     assert written.split().count("Ġfilm") == limit - 1
     assert "<mask>" in written
 
 
-def test_a_shorter_prompt_keeps_room_for_its_mask(tokenizer: Any) -> None:
+def test_a_shorter_prompt_keeps_room_for_its_mask(tokenizer):
     long = "a " + " ".join(["film"] * 50)
     written = tokens(tokenizer, "SST-2", long, max_length=24)
     assert written == "<s> a " + "Ġfilm " * 5 + "ĠIt Ġwas <mask> . </s>"
@@ -133,7 +129,7 @@ def test_a_shorter_prompt_keeps_room_for_its_mask(tokenizer: Any) -> None:
         tokens(tokenizer, "SST-2", long, max_length=18)
 
 
-def test_label_words_follow_a_space_and_are_one_token(tokenizer: Any) -> None:
+def test_label_words_follow_a_space_and_are_one_token(tokenizer):
     words = tokenizer.convert_ids_to_tokens(label_words(TASKS["SNLI"], tokenizer))
     assert words == ["ĠNo", "ĠYes", "ĠMaybe"]
     task = replace(TASKS["SNLI"], words={"neutral": "Perhaps"})
@@ -141,7 +137,7 @@ def test_label_words_follow_a_space_and_are_one_token(tokenizer: Any) -> None:
         label_words(task, tokenizer)
 
 
-def test_every_word_of_every_task_is_known(tokenizer: Any) -> None:
+def test_every_word_of_every_task_is_known(tokenizer):
     for task in TASKS.values():
         assert len(set(label_words(task, tokenizer))) == len(task.words)
         assert set(task.words) == set(task.names)
@@ -150,7 +146,7 @@ def test_every_word_of_every_task_is_known(tokenizer: Any) -> None:
 # ---- Splits ----
 
 
-def test_the_few_shot_split_of_trec_has_the_papers_sizes() -> None:
+def test_the_few_shot_split_of_trec_has_the_papers_sizes():
     labels = [number for number, n in enumerate(COUNTS.values()) for _ in range(n)]
     train, dev = roberta.few_shot(labels, 512, seed=13)
     assert (len(train), len(dev)) == (2646, 2243)
@@ -159,7 +155,7 @@ def test_the_few_shot_split_of_trec_has_the_papers_sizes() -> None:
     assert counts.tolist() == [512, 512, 0, 512, 323, 384]
 
 
-def test_the_few_shot_split_is_that_of_numpys_global_shuffle() -> None:
+def test_the_few_shot_split_is_that_of_numpys_global_shuffle():
     seed = 13
     labels = [row % 3 for row in range(60)]
     with_global_state = list(range(60))
@@ -172,7 +168,7 @@ def test_the_few_shot_split_is_that_of_numpys_global_shuffle() -> None:
         assert [row for row in dev if labels[row] == label] == mine[4:8]
 
 
-def test_a_large_test_split_is_reduced_to_fixed_thousand_rows() -> None:
+def test_a_large_test_split_is_reduced_to_fixed_thousand_rows():
     assert roberta.rows_tested(872) == list(range(872))
     assert roberta.rows_tested(1000) == list(range(1000))
     found = roberta.rows_tested(2210)
@@ -183,12 +179,10 @@ def test_a_large_test_split_is_reduced_to_fixed_thousand_rows() -> None:
     assert found == pd.DataFrame(range(2210)).sample(n=1000, random_state=42).index.tolist()
 
 
-def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(monkeypatch):
     asked = []
 
-    def load_dataset(*args: Any, **kwargs: Any) -> Dataset:
+    def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
         names = ["neutral", "contradiction", "entailment"]  # not the order of the Hub
         columns = {"premise": Value("string"), "hypothesis": Value("string")}
@@ -198,7 +192,7 @@ def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(
         )
 
     monkeypatch.setattr("recipes.paper.data.load_dataset", load_dataset)
-    script: Any = SimpleNamespace(dataset_path=None)
+    script = SimpleNamespace(dataset_path=None)
     rows = roberta.rows_of(TASKS["MNLI"], script, "validation_matched")
     assert rows[:] == {"texts": [["a", "e"], ["b", "f"], ["d", "h"]], "labels": [2, 0, 1]}
     assert asked == [(("nyu-mll/glue", "mnli"), {"split": "validation_matched", "revision": None})]
@@ -206,16 +200,16 @@ def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(
         roberta.rows_of(replace(TASKS["MNLI"], words={"yes": "Yes"}), script, "train")
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path, rows):
     """Writes a split of a data set."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path: Path) -> None:
+def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path):
     rows = [{"text": name, "coarse_label": i} for i, name in enumerate(TASKS["TREC"].names)]
     write(tmp_path / "train.jsonl", rows)
     write(tmp_path / "validation.jsonl", rows[:2])
-    script: Any = SimpleNamespace(dataset_path=str(tmp_path))
+    script = SimpleNamespace(dataset_path=str(tmp_path))
     found = roberta.rows_of(TASKS["TREC"], script, "train+validation")
     assert found["labels"] == [2, 1, 0, 3, 4, 5, 2, 1]  # DESC first, then ENTY, then ABBR
     write(tmp_path / "train.jsonl", [{"text": "?", "coarse_label": 6}])
@@ -229,7 +223,7 @@ def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path: Path) -> None:
 # ---- The head ----
 
 
-def batch_of(tokenizer: Any) -> dict[str, Any]:
+def batch_of(tokenizer):
     """Three prompts of TREC and SST-2 with masks at different places, as a batch."""
     texts = (("TREC", "Who wrote it ?"), ("SST-2", "a film"), ("SST-2", "A great great dog runs"))
     examples = [
@@ -239,13 +233,13 @@ def batch_of(tokenizer: Any) -> dict[str, Any]:
     return roberta.Collator(tokenizer, finds_mask=True)(examples)
 
 
-def prompted(folder: Path, tokenizer: Any) -> Any:
+def prompted(folder, tokenizer):
     """The tiny model with the head of SST-2."""
     model = AutoModelForMaskedLM.from_pretrained(folder)
     return read_at_mask(model, label_words(TASKS["SST-2"], tokenizer))
 
 
-def test_the_head_reads_the_words_at_the_mask(folder: Path, tokenizer: Any) -> None:
+def test_the_head_reads_the_words_at_the_mask(folder, tokenizer):
     batch, words = batch_of(tokenizer), label_words(TASKS["SST-2"], tokenizer)
     labels = batch.pop("labels")
     whole = AutoModelForMaskedLM.from_pretrained(folder).eval()
@@ -260,9 +254,7 @@ def test_the_head_reads_the_words_at_the_mask(folder: Path, tokenizer: Any) -> N
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(
-    folder: Path, tokenizer: Any, rank: int | None
-) -> None:
+def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(folder, tokenizer, rank):
     model, batch = prompted(folder, tokenizer), batch_of(tokenizer)
     assert model.lm_head.decoder.weight is model.roberta.embeddings.word_embeddings.weight
     projectors = projectors_for(model, rank)
@@ -281,9 +273,7 @@ def test_gradients_through_the_tied_embeddings_are_those_of_single_samples(
     assert (tied[0, read[:8]].norm(dim=1) > 0).all()  # by the table, beside the head
 
 
-def test_all_layers_have_rules_and_one_position_has_logits(
-    folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_layers_have_rules_and_one_position_has_logits(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(flat, "MOST", 0)
     model, batch = prompted(folder, tokenizer), batch_of(tokenizer)
     engine = LayerwiseEngine(model, roberta.cross_entropy)
@@ -295,7 +285,7 @@ def test_all_layers_have_rules_and_one_position_has_logits(
     assert largest.numbers < positions * len(tokenizer)
 
 
-def test_the_presets_project_the_linear_layers_of_the_encoder(folder: Path, tokenizer: Any) -> None:
+def test_the_presets_project_the_linear_layers_of_the_encoder(folder, tokenizer):
     model = prompted(folder, tokenizer)
     trainable = dict(model.named_parameters())
     _, args = parse(roberta.FAMILY, ["--config=paper", "--task=RTE", "--eps=2", "--use_cpu"])
@@ -304,7 +294,7 @@ def test_the_presets_project_the_linear_layers_of_the_encoder(folder: Path, toke
     assert not any("lm_head" in name or "embeddings" in name for name in found)
 
 
-def test_a_model_without_one_vocabulary_head_is_refused() -> None:
+def test_a_model_without_one_vocabulary_head_is_refused():
     config = DistilBertConfig(vocab_size=9, dim=8, hidden_dim=8, n_layers=1, n_heads=1)
     with pytest.raises(ValueError, match="DistilBertForMaskedLM computes its vocabulary's logits"):
         read_at_mask(DistilBertForMaskedLM(config), [1, 2])
@@ -314,7 +304,7 @@ def test_a_model_without_one_vocabulary_head_is_refused() -> None:
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> Path:
+def data(tmp_path):
     """A folder with sentences that are easily told apart; validation is the test split."""
     words = {0: "bad", 1: "good"}
     rows = [{"sentence": f"{'a ' * (i % 7)}{words[i % 2]} film", "label": i % 2} for i in range(40)]
@@ -323,7 +313,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def words_of(folder: Path, data: Path, *others: str) -> list[str]:
+def words_of(folder, data, *others):
     """The command line of a short run."""
     given = {
         **{"config": "ours", "task": "SST-2", "model_name_or_path": folder, "dataset_path": data},
@@ -342,7 +332,7 @@ def words_of(folder: Path, data: Path, *others: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_leaves_a_plain_model(folder: Path, data: Path) -> None:
+def test_a_killed_run_resumes_and_leaves_a_plain_model(folder, data):
     """By the same command; a masked language model reads the prompts as the trained one does."""
     others = ["--config=reference_code", "--max_steps=60", "--projection_rank=4", "--save_model"]
     words = words_of(folder, data, *others, "--learning_rate=1e-2")
@@ -366,13 +356,13 @@ def test_a_killed_run_resumes_and_leaves_a_plain_model(folder: Path, data: Path)
 
 
 @pytest.mark.parametrize("method", slow_but(("adam",), ["dp_lora", "dpzero", "adam"]))
-def test_the_prompted_model_trains_by_other_methods(folder: Path, data: Path, method: str) -> None:
+def test_the_prompted_model_trains_by_other_methods(folder, data, method):
     result = main(roberta.FAMILY, words_of(folder, data, f"--method={method}"))
     assert result["privacy"]["private"] == (method != "adam")
     assert result["privacy"]["steps"] == 2
 
 
-def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer: Any) -> None:
+def test_an_adapter_may_start_with_principal_directions(folder, tokenizer):
     options = ["--config=ours", "--task=RTE", "--eps=2", "--use_cpu", "--method=dp_lora"]
     options.append("--lora_rank=3")
     found = {}
@@ -394,7 +384,7 @@ def test_an_adapter_may_start_with_principal_directions(folder: Path, tokenizer:
     assert not layers["principal"].lora_B["default"].weight.any()
 
 
-def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer: Any) -> None:
+def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer):
     config = BertConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
     model = read_the_mean(BertForSequenceClassification(config).eval(), 3)
     words = torch.tensor([[5, 6, 7, 1, 1], [5, 6, 7, 8, 9]])
@@ -409,9 +399,7 @@ def test_the_head_reads_the_mean_of_what_is_no_padding(tokenizer: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "head"), [("dp_grape", "classification"), ("dp_grape", "mean"), ("dp_lora", "mean")]
 )
-def test_an_encoder_like_bert_trains_with_a_new_head(
-    tokenizer: Any, data: Path, tmp_path: Path, method: str, head: str
-) -> None:
+def test_an_encoder_like_bert_trains_with_a_new_head(tokenizer, data, tmp_path, method, head):
     path = tmp_path / "bert"
     tokenizer.save_pretrained(path)
     config = BertConfig(vocab_size=len(tokenizer), pad_token_id=1, **SIZES)
@@ -436,8 +424,6 @@ def test_an_encoder_like_bert_trains_with_a_new_head(
         (["--k=20"], "k=20 leaves no examples for dev: lower --k"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused(
-    folder: Path, data: Path, others: list[str], message: str
-) -> None:
+def test_a_run_that_cannot_be_is_refused(folder, data, others, message):
     with pytest.raises(ValueError, match=message):
         main(roberta.FAMILY, words_of(folder, data, *others))

@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ GRID = ["--bounds", "0.5", "1e9", "--noise_multipliers", "2", "--top=4"]
 
 
 @pytest.fixture
-def images(tmp_path: Path) -> Path:
+def images(tmp_path):
     """Training and test images, as files of MNIST."""
     folder = tmp_path / "mnist"
     folder.mkdir()
@@ -26,13 +25,13 @@ def images(tmp_path: Path) -> Path:
     return folder
 
 
-def image_words(folder: Path, data: Path) -> list[str]:
+def image_words(folder, data):
     """A command line for a tiny spectrum of a Vision Transformer."""
     given = mnist.words(folder, data, noise_multiplier=None, max_steps=None)
     return ["--family=vit", *given, f"--spectrum_path={folder / 'spectrum.json'}", *GRID]
 
 
-def test_spectra_are_written(tmp_path: Path, images: Path) -> None:
+def test_spectra_are_written(tmp_path, images):
     words = image_words(tmp_path, images)
     result = singular_values.main(words)
     assert json.loads((tmp_path / "spectrum.json").read_text()) == result
@@ -49,7 +48,7 @@ def test_spectra_are_written(tmp_path: Path, images: Path) -> None:
     assert result.keys() >= {"date", "git_commit"}
 
 
-def test_clipped_sums_take_all_options_of_an_example_together() -> None:
+def test_clipped_sums_take_all_options_of_an_example_together():
     """They are sums of each example's own gradient, clipped over all parameters."""
     torch.manual_seed(0)
     model = score_answers(only("opt").model()).eval()
@@ -70,14 +69,14 @@ def test_clipped_sums_take_all_options_of_an_example_together() -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_spectra_are_means_of_the_largest_singular_values() -> None:
+def test_spectra_are_means_of_the_largest_singular_values():
     totals = (torch.diag(torch.tensor(values)) for values in ([4.0, 8.0, 2.0], [2.0, 0.0, 1e-6]))
     released = [singular_values.privatised(g, math.inf, 0.0, 2, torch.Generator()) for g in totals]
     assert singular_values.mean_spectrum(released, top=2) == [2.5, 1.0]
     assert singular_values.mean_spectrum(released[1:], top=2) == [1.0, 5e-7]
 
 
-def test_noise_of_a_privatised_gradient_has_the_deviation_it_should() -> None:
+def test_noise_of_a_privatised_gradient_has_the_deviation_it_should():
     generator = torch.Generator().manual_seed(0)
     noisy = singular_values.privatised(torch.zeros(300, 300), 3.0, 0.5, 10, generator)
     # 90,000 draws: the estimate of the deviation is off by 1.5 % once in 10^9 times.

@@ -23,7 +23,7 @@ class Html:
 
     text: str
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         from bs4 import BeautifulSoup, Comment  # comes with mkdocs, as nbconvert needs it
 
         soup = BeautifulSoup(self.text, "html.parser")
@@ -41,7 +41,7 @@ Site = tuple[Path, dict[Path, Html]]
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+def site(tmp_path_factory):
     """The folder of the site, and its pages by path."""
     pytest.importorskip("mkdocs", reason="make site and make test-all install it")
     folder = tmp_path_factory.mktemp("site")
@@ -62,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 
 @pytest.mark.slow
-def test_the_site_loads_nothing_from_elsewhere(site: Site) -> None:
+def test_the_site_loads_nothing_from_elsewhere(site):
     folder, pages = site
     loaded = {target for html in pages.values() for target in html.loaded}
     assert loaded
@@ -75,7 +75,7 @@ def test_the_site_loads_nothing_from_elsewhere(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_comments_alerts_and_formulas_are_no_text_of_a_page(site: Site) -> None:
+def test_comments_alerts_and_formulas_are_no_text_of_a_page(site):
     folder, pages = site
     for page, html in pages.items():
         ours = [comment for comment in html.comments if not comment.startswith("! Font Awesome")]
@@ -90,7 +90,7 @@ def test_comments_alerts_and_formulas_are_no_text_of_a_page(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_a_section_lists_each_page_once(site: Site) -> None:
+def test_a_section_lists_each_page_once(site):
     folder, pages = site
     text = pages[folder / "recipes/guide/index.html"].text
     listed = re.findall(r'<a href="(\w+)/" class="md-nav__link">', text)
@@ -98,7 +98,7 @@ def test_a_section_lists_each_page_once(site: Site) -> None:
 
 
 @pytest.mark.slow
-def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> None:
+def test_the_search_of_the_site_finds_pages_options_and_names(site):
     folder, pages = site
     index = json.loads((folder / "search/search_index.json").read_text(encoding="utf-8"))
     found = {entry["location"]: entry["title"] + entry["text"] for entry in index["docs"]}
@@ -117,7 +117,7 @@ def test_the_search_of_the_site_finds_pages_options_and_names(site: Site) -> Non
 
 
 @pytest.mark.slow
-def test_the_reference_has_every_option_with_its_help(site: Site) -> None:
+def test_the_reference_has_every_option_with_its_help(site):
     folder, pages = site
     html = pages[folder / "reference/arguments/index.html"]
     said = " ".join(html.prose.split())
@@ -127,7 +127,7 @@ def test_the_reference_has_every_option_with_its_help(site: Site) -> None:
             assert option.metadata["help"].split(". ")[0] in said, option.name
 
 
-def test_the_reference_names_what_the_package_exports() -> None:
+def test_the_reference_names_what_the_package_exports():
     page = (ROOT / "recipes/site/pages/reference/index.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\[(\w+)\]\(", page))
     assert {*dp_grape_hf.__all__} - named <= {"DPGrapeSeq2SeqTrainingArguments"}
@@ -136,7 +136,7 @@ def test_the_reference_names_what_the_package_exports() -> None:
 # ---- Links ----
 
 
-def test_a_link_is_replaced_where_it_is_one() -> None:
+def test_a_link_is_replaced_where_it_is_one():
     text = (
         "[a](b.md), `[a](b.md)` [c](https://d)\n<!-- not run: e -->\n```\n[a](b.md)\n```\nx[1][2]"
     )
@@ -145,7 +145,7 @@ def test_a_link_is_replaced_where_it_is_one() -> None:
     )
 
 
-def test_files_and_folders_have_an_address_in_the_repository() -> None:
+def test_files_and_folders_have_an_address_in_the_repository():
     base, page = repository(), "recipes/subspace/README.md"
     assert in_repository("../README.md#a", page) == f"{base}/blob/main/recipes/README.md#a"
     assert in_repository("results", page) == f"{base}/tree/main/recipes/subspace/results"
@@ -157,7 +157,7 @@ def test_files_and_folders_have_an_address_in_the_repository() -> None:
         in_repository("nothing", page)
 
 
-def test_the_list_of_messages_has_errors_and_warnings(tmp_path: Path) -> None:
+def test_the_list_of_messages_has_errors_and_warnings(tmp_path):
     module = tmp_path / "module.py"
     module.write_text(
         "raise PrivacyError(f'{size=} is larger than ' + f'{limit} rows. Lower it.')\n"
@@ -187,7 +187,7 @@ NOT_OURS = {"Per sample gradient is not initialized"}  # of Opacus
 EXAMPLES = {"MyModel": "…", "eval_dataset": "…"}  # values in headings, to which pages link
 
 
-def test_messages_quoted_by_the_questions_page_exist() -> None:
+def test_messages_quoted_by_the_questions_page_exist():
     every = [text for path in messages.PACKAGE.rglob("*.py") for text in messages.messages(path)]
     page = (ROOT / "recipes" / "guide" / "questions.md").read_text(encoding="utf-8")
     prose = " ".join(re.sub(r"```.*?```|`[^`]*`", " ", page, flags=re.DOTALL).split())

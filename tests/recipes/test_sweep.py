@@ -6,7 +6,6 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from recipes.paper.experiment import CONFIGS, ExperimentArguments, Family, main,
 from recipes.paper.sweep import Experiments
 from tests.support.images import SMALL, both_splits, write_mnist
 
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "recipe": "toy",
     "arguments": {"max_steps": 3},
     "tasks": {"points": {"dataset_path": "data/points"}},
@@ -35,12 +34,12 @@ PRESET = {"model_name_or_path": "none", "target_delta": 1e-3, "max_grad_norm": 1
 class Runs:
     """Stands for the processes: a score is 10 times the rate plus a thousandth of the seed."""
 
-    def __init__(self) -> None:
-        self.family: Any = Family("toy", ExperimentArguments, ("points",), load=None)  # type: ignore[arg-type]
-        self.commands: list[dict[str, str]] = []
+    def __init__(self):
+        self.family = Family("toy", ExperimentArguments, ("points",), load=None)
+        self.commands = []
         self.fail = ""
 
-    def __call__(self, command: list[str], **kwargs: Any) -> Any:
+    def __call__(self, command, **kwargs):
         assert command[1:3] == ["-m", "recipes.paper.toy"]
         words = dict(word.removeprefix("--").split("=", 1) for word in command[3:])
         self.commands.append(words)
@@ -60,14 +59,14 @@ class Runs:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+def runs(monkeypatch):
     runs = Runs()
     monkeypatch.setattr(subprocess, "run", runs)
     monkeypatch.setitem(sys.modules, "recipes.paper.toy", SimpleNamespace(FAMILY=runs.family))
     return runs
 
 
-def run(folder: Path, config: dict[str, Any] = CONFIG, **preset: Any) -> int:
+def run(folder, config=CONFIG, **preset):
     """Runs a sweep, whose preset may be another than that of the time before."""
     path, of_runs = folder / "sweep.yaml", folder / "preset.yaml"
     of_runs.write_text(yaml.safe_dump({"arguments": PRESET | preset}))
@@ -76,18 +75,16 @@ def run(folder: Path, config: dict[str, Any] = CONFIG, **preset: Any) -> int:
     return sweep.main(["--config", str(path), "--output_dir", str(folder / "out")])
 
 
-def strict(path: Path) -> Any:
+def strict(path):
     """What a JSON file holds, if it is one: NaN and Infinity are no JSON."""
 
-    def refuse(word: str) -> None:
+    def refuse(word):
         raise AssertionError(f"{word} in {path}")
 
     return json.loads(path.read_text(), parse_constant=refuse)
 
 
-def test_the_best_dev_setting_is_run_with_every_budget(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_best_dev_setting_is_run_with_every_budget(tmp_path, runs, capsys):
     assert run(tmp_path) == 0
     search, final = runs.commands[:2], runs.commands[2:]
     assert [c["learning_rate"] for c in search] == ["0.1", "0.3"]
@@ -114,9 +111,7 @@ def test_the_best_dev_setting_is_run_with_every_budget(
     assert "from 2 runs" in text
 
 
-def test_the_search_is_shown_and_nothing_that_was_not_run(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_search_is_shown_and_nothing_that_was_not_run(tmp_path, runs, capsys):
     runs.fail = "0.3"
     run(tmp_path, CONFIG | {"final": {"epsilons": [2], "seeds": []}})
     assert capsys.readouterr().out.splitlines() == [
@@ -129,7 +124,7 @@ def test_the_search_is_shown_and_nothing_that_was_not_run(
     ]
 
 
-def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path: Path, runs: Runs) -> None:
+def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path, runs):
     run(tmp_path)
     path = tmp_path / "out" / "runs.jsonl"
     whole = path.read_text()
@@ -150,9 +145,7 @@ def test_half_a_line_is_ignored_and_its_run_repeated(tmp_path: Path, runs: Runs)
         run(tmp_path)
 
 
-def test_a_run_that_fails_is_named_and_tried_again(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_is_named_and_tried_again(tmp_path, runs, capsys):
     runs.fail = "0.3"
     assert run(tmp_path) == 1
     assert "failed: see" in capsys.readouterr().err
@@ -161,18 +154,14 @@ def test_a_run_that_fails_is_named_and_tried_again(
     assert run(tmp_path) == 0
 
 
-def test_one_run_has_no_error_and_that_is_json(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_run_has_no_error_and_that_is_json(tmp_path, runs, capsys):
     run(tmp_path, CONFIG | {"final": {"epsilons": [2], "seeds": [13]}})
     row = strict(tmp_path / "out" / "sweep.json")["tasks"]["points"]["DP-GRAPE"]
     assert row["scores"]["2"] == [pytest.approx(53.013), None, 1]
     assert "| DP-GRAPE | 53.0 [1] |" in capsys.readouterr().out
 
 
-def test_a_row_may_have_settings_of_search_and_task(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_row_may_have_settings_of_search_and_task(tmp_path, runs, capsys):
     row, other = CONFIG["rows"]["DP-GRAPE"], CONFIG["rows"]["Adam"]
     row, other = row | {"search": {"max_steps": 2}}, other | {"tasks": {"points": {"max_steps": 1}}}
     run(tmp_path, CONFIG | {"rows": {"DP-GRAPE": row, "Adam": other}})
@@ -182,7 +171,7 @@ def test_a_row_may_have_settings_of_search_and_task(
     assert "seed 100. DP-GRAPE was searched with max_steps = 2.\n" in capsys.readouterr().out
 
 
-def with_grid(*rates: float) -> dict[str, Any]:
+def with_grid(*rates):
     """The sweep with another grid of learning rates."""
     rows = CONFIG["rows"] | {
         "DP-GRAPE": CONFIG["rows"]["DP-GRAPE"] | {"grid": {"learning_rate": [*rates]}}
@@ -190,9 +179,7 @@ def with_grid(*rates: float) -> dict[str, Any]:
     return CONFIG | {"rows": rows}
 
 
-def test_runs_of_a_changed_grid_count_as_seen(
-    tmp_path: Path, runs: Runs, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_runs_of_a_changed_grid_count_as_seen(tmp_path, runs, capsys):
     run(tmp_path)
     runs.commands.clear()
     run(tmp_path, with_grid(0.3, 0.7))
@@ -207,7 +194,7 @@ def test_runs_of_a_changed_grid_count_as_seen(
     assert runs.commands == []
 
 
-def test_results_of_a_changed_preset_are_not_mixed_in(tmp_path: Path, runs: Runs) -> None:
+def test_results_of_a_changed_preset_are_not_mixed_in(tmp_path, runs):
     assert run(tmp_path) == 0
     files = sorted((tmp_path / "out").rglob("*.*"))
     runs.commands.clear()
@@ -236,7 +223,7 @@ def test_results_of_a_changed_preset_are_not_mixed_in(tmp_path: Path, runs: Runs
         ({"rows": {"A": {"arguments": {"method": "adamw"}}}}, "method='adamw' of row 'A'"),
     ],
 )
-def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_wrong_file_is_refused(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path, CONFIG | change)
 
@@ -245,7 +232,7 @@ def test_a_wrong_file_is_refused(tmp_path: Path, change: dict[str, Any], message
 
 FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
 FILES = sorted(CONFIGS.parents[1].glob("*/configs/sweeps/*.yaml"))
-PUBLISHED: dict[str, dict[str, Any]] = {
+PUBLISHED = {
     "roberta": {"max_grad_norm": [0.1, 0.5, 1, 5, 10, 20]},
     "roberta_rank": {"max_grad_norm": [0.1, 0.5, 1, 5, 20]},
     "roberta_grid": {
@@ -259,7 +246,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 """The authors' grids, by sweep."""
 OF_IMAGES = {"epsilon": 2, "seed": 42, "arguments": {"held_out": True}}
-BUDGETS: dict[str, tuple[Any, Any]] = {
+BUDGETS = {
     "roberta": ({"epsilon": 6, "seed": 100}, {"epsilons": [2, 6], "seeds": [13, 21, 42]}),
     "roberta_grid": ({"epsilon": 6, "seed": 100}, {"epsilons": [6], "seeds": []}),
     "opt": ({"epsilon": 6, "seed": 0}, {"epsilons": [2, 6], "seeds": [0, 29, 83]}),
@@ -269,7 +256,7 @@ BUDGETS: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_paper_s_searches_are_as_published(name: str) -> None:
+def test_the_paper_s_searches_are_as_published(name):
     config = sweep.read(CONFIGS / "sweeps" / f"{name}.yaml")
     private = [row for row in config["rows"].values() if row["arguments"]["method"] == "dp_grape"]
     assert private
@@ -280,7 +267,7 @@ def test_the_paper_s_searches_are_as_published(name: str) -> None:
     assert config["arguments"] == {"config": "reference_code"} | of_images
 
 
-def test_ranks_and_sizes_are_those_of_the_paper() -> None:
+def test_ranks_and_sizes_are_those_of_the_paper():
     rows = sweep.read(CONFIGS / "sweeps" / "roberta_rank.yaml")["rows"]
     ranks = [row["arguments"]["projection_rank"] for row in rows.values()]
     assert ranks == [4, 8, 32, 64, 128, 256]  # 16 is in roberta.yaml
@@ -294,9 +281,7 @@ def test_ranks_and_sizes_are_those_of_the_paper() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_run_of_a_file_has_settings_that_exist(
-    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_run_of_a_file_has_settings_that_exist(path, tmp_path, monkeypatch):
     config = sweep.read(path)
     family = FAMILIES[config["recipe"]]
     assert {own.get("task", name) for name, own in config["tasks"].items()} <= set(family.tasks)
@@ -324,9 +309,7 @@ def test_every_run_of_a_file_has_settings_that_exist(
 # ---- Real runs ----
 
 
-def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypatch):
     write_mnist(tmp_path, both_splits((8, 8), counts=(40, 20)))
     of_the_row = ("noise_multiplier", "learning_rate")
     tiny = {option: value for option, value in SMALL.items() if option not in of_the_row}
@@ -345,7 +328,7 @@ def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(
     words = ["--config", str(path), "--output_dir", str(out)]
     start, started = subprocess.run, []
 
-    def interrupted(command: list[str], **kwargs: Any) -> Any:
+    def interrupted(command, **kwargs):
         if command[1:3] != ["-m", "recipes.paper.vit"]:  # but git, which is asked for the commit
             return start(command, **kwargs)
         started.append(command)

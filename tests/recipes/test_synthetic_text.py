@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,12 +26,12 @@ LABELS = ["w0", "w1"]
 SECRET = "w23"  # in private texts alone
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+def write_lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     """A tiny language model in ``model``, and labelled texts in ``data``."""
     llama().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
@@ -47,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def parse(folder: Path, **options: Any) -> tuple[pipeline.SyntheticTextArguments, Any]:
+def parse(folder, **options):
     """Returns the arguments of a run of seconds."""
     given = {
         **{"model_name_or_path": folder / "model", "dataset_path": folder / "data"},
@@ -67,7 +66,7 @@ def parse(folder: Path, **options: Any) -> tuple[pipeline.SyntheticTextArguments
 # ---- The command line ----
 
 
-def test_the_command_line_wins_over_the_config(folder: Path) -> None:
+def test_the_command_line_wins_over_the_config(folder):
     config = Path(pipeline.__file__).with_name("trec.yaml")
     script, args = parse(folder, config=config)
     assert (args.target_epsilon, args.max_length, script.labels) == (8.0, 12, LABELS)
@@ -76,12 +75,12 @@ def test_the_command_line_wins_over_the_config(folder: Path) -> None:
     assert (args.target_epsilon, args.noise_multiplier) == (None, 1.0)
 
 
-def test_a_missing_option_is_named(folder: Path) -> None:
+def test_a_missing_option_is_named(folder):
     with pytest.raises(ValueError, match="--model_name_or_path"):
         parse(folder, model_name_or_path=None)
 
 
-def test_labels_must_be_declared(folder: Path) -> None:
+def test_labels_must_be_declared(folder):
     script, _ = parse(folder)
     assert {*pipeline.real_texts(script, "train")["label"]} == {*LABELS}
     script.labels = LABELS[:1]
@@ -93,17 +92,15 @@ def test_labels_must_be_declared(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 6])
-def test_vllm_samples_as_many_texts_of_each_label(
-    rank: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_vllm_samples_as_many_texts_of_each_label(rank, folder, monkeypatch):
     """A stand-in for vLLM, which needs a GPU."""
-    seen: dict[str, Any] = {}
+    seen = {}
 
     class Engine:
-        def __init__(self, **options: Any) -> None:
+        def __init__(self, **options):
             seen.update(options)
 
-        def generate(self, prompts: list[str], sampling: Any, lora_request: Any) -> Any:
+        def generate(self, prompts, sampling, lora_request):
             seen["lora"] = lora_request
             ends = ["stop", "length"] * (sampling.n // 2)
             return [
@@ -130,7 +127,7 @@ def test_vllm_samples_as_many_texts_of_each_label(
 # ---- Filters ----
 
 
-def test_each_filter_drops_what_it_is_for(folder: Path) -> None:
+def test_each_filter_drops_what_it_is_for(folder):
     script, _ = parse(folder, min_words=2, agreement=True)
     good = [
         {"text": f"{word} number {i}", "label": label, "ended": True}
@@ -152,7 +149,7 @@ def test_each_filter_drops_what_it_is_for(folder: Path) -> None:
 # ---- Measures ----
 
 
-def test_the_distance_is_frechets() -> None:
+def test_the_distance_is_frechets():
     coins = np.random.default_rng(0)
     one, other = coins.normal(size=(40, 3)), coins.normal(size=(50, 3)) * [1, 2, 3] + 1
     assert evaluation.frechet_distance(one, one) == pytest.approx(0, abs=1e-9)
@@ -163,14 +160,14 @@ def test_the_distance_is_frechets() -> None:
     assert evaluation.frechet_distance(one, other) == pytest.approx(expected)
 
 
-def test_an_embedding_depends_on_its_own_text_alone() -> None:
+def test_an_embedding_depends_on_its_own_text_alone():
     together = evaluation.embed(["a cat", "a dog and a cat"], None)
     assert together.shape == (2, evaluation.HASHES)
     assert np.array_equal(together[:1], evaluation.embed(["a cat"], None))
     assert np.linalg.norm(together, axis=1) == pytest.approx(1)
 
 
-def test_a_classifier_of_one_label_is_refused() -> None:
+def test_a_classifier_of_one_label_is_refused():
     texts = evaluation.Texts(["a", "b"], ["x", "x"], np.eye(2))
     with pytest.raises(ValueError, match="less than two labels"):
         evaluation.accuracy(texts, texts)
@@ -179,13 +176,13 @@ def test_a_classifier_of_one_label_is_refused() -> None:
 # ---- The card ----
 
 
-def results_of(**changes: Any) -> dict[str, Any]:
+def results_of(**changes):
     settings = {"labels": LABELS, "texts_per_label": 5, "temperature": 1.0, "top_p": 0.9}
     found = {"accuracy": {"real": 0.987, "synthetic": 0.654}, "texts": {"test": 321}}
     return {"settings": settings, "filter": {"generated": 10}, "evaluation": found, **changes}
 
 
-def test_the_card_carries_the_ledger() -> None:
+def test_the_card_carries_the_ledger():
     ledger = ledger_of(2)
     text = card.render(ledger, results_of(), public=True)
     front = yaml.safe_load(text.split("---\n")[1])["differential_privacy"]
@@ -199,19 +196,19 @@ def test_the_card_carries_the_ledger() -> None:
     assert "98.7" not in text  # of a classifier of private texts
 
 
-def test_the_card_shows_nothing_of_texts_that_are_not_public() -> None:
+def test_the_card_shows_nothing_of_texts_that_are_not_public():
     text = card.render(ledger_of(2), results_of(evaluation=None), public=False)
     assert "If you publish one, ε does not cover it." in text
 
 
-def test_the_card_of_a_run_without_privacy_claims_none() -> None:
+def test_the_card_of_a_run_without_privacy_claims_none():
     ledger = ledger_of(2, reason="a test")
     text = card.render(ledger, results_of(), public=True)
     assert "no privacy guarantee" in text
     assert "differential" not in text.split("---\n")[1]
 
 
-def test_the_table_has_what_real_texts_give_once() -> None:
+def test_the_table_has_what_real_texts_give_once():
     found = {"texts": {"real": 4935, "synthetic": 20}, "accuracy": {"real": 0.9, "synthetic": 0.5}}
     found["frechet_distance"] = {"real": 0.1, "synthetic": 0.25}
     direct = {**found, "accuracy": {**found["accuracy"], "direct": 0.8}, "epsilon_of_direct": 7.996}
@@ -235,9 +232,7 @@ def test_the_table_has_what_real_texts_give_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora_rank", [None, 2])
-def test_private_texts_become_a_data_set_with_its_ledger(
-    lora_rank: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_private_texts_become_a_data_set_with_its_ledger(lora_rank, folder, monkeypatch):
     send_nothing(monkeypatch)
     script, args = parse(folder, lora_rank=lora_rank, compare_direct=lora_rank is None)
     results = pipeline.main(script, args)
@@ -265,7 +260,7 @@ def test_private_texts_become_a_data_set_with_its_ledger(
         assert (out / "adapter_config.json").exists()
 
 
-def test_a_public_model_as_it_is_gives_no_data_set(folder: Path) -> None:
+def test_a_public_model_as_it_is_gives_no_data_set(folder):
     results = pipeline.main(*parse(folder, train=False))
     assert results["privacy"] is None
     assert not (folder / "out/dataset").exists()
@@ -273,7 +268,7 @@ def test_a_public_model_as_it_is_gives_no_data_set(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_encoder_gives_the_same_embedding_in_any_batch(tmp_path: Path) -> None:
+def test_an_encoder_gives_the_same_embedding_in_any_batch(tmp_path):
     llama().model.save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     texts = ["w1 w2", "w3", "w4 w5 w6 w7"]

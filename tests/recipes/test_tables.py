@@ -3,12 +3,10 @@
 import importlib
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from recipes.common.sweep import Cell, Sweep
+from recipes.common.sweep import Sweep
 from recipes.gpu_report.__main__ import rows as gpu_rows
 from recipes.gpu_report.models import MODELS
 from recipes.paper import sweep
@@ -22,7 +20,7 @@ from tests.support.experiments import made_up, rows
 PAPER = read_paper()
 
 
-def section(text: str, title: str) -> str:
+def section(text, title):
     """What is between a title and the next."""
     return text.split(title, 1)[1].split("\n#", 1)[0]
 
@@ -30,7 +28,7 @@ def section(text: str, title: str) -> str:
 # ---- Scores ----
 
 
-def sweep_of(results: Path, name: str, score: Any) -> Sweep:
+def sweep_of(results, name, score):
     """A printed sweep with a result of each final run that has a score."""
     config = sweep.read(CONFIGS / f"{name}.yaml")
     found = Sweep(config, results / name)
@@ -42,14 +40,14 @@ def sweep_of(results: Path, name: str, score: Any) -> Sweep:
     return found
 
 
-def grape_at_6(cell: Cell) -> float | None:
+def grape_at_6(cell):
     """Scores 92, 90, 94 on SST-2 with the three seeds."""
     if (cell.row, cell.task, cell.epsilon) != ("DP-GRAPE", "SST-2", 6):
         return None
     return {13: 92.0, 21: 90.0, 42: 94.0}[cell.seed]
 
 
-def test_our_mean_and_standard_error_are_shown_with_the_papers(tmp_path: Path) -> None:
+def test_our_mean_and_standard_error_are_shown_with_the_papers(tmp_path):
     sweep_of(tmp_path, "printed_roberta", grape_at_6)
     text = render(our_cells(tmp_path), Measured(), PAPER)
     part = section(text, "## RoBERTa")
@@ -62,7 +60,7 @@ def test_our_mean_and_standard_error_are_shown_with_the_papers(tmp_path: Path) -
     assert rows(shares, "| `tab:roberta-fewshot-results`")[0][2] == "1 of 72 cells"
 
 
-def test_without_results_all_of_ours_is_not_run(tmp_path: Path) -> None:
+def test_without_results_all_of_ours_is_not_run(tmp_path):
     text = render(our_cells(tmp_path), Measured(), PAPER)
     for spec in PAPER["tables"].values():
         part = section(text, f"## {spec['title']}")
@@ -75,7 +73,7 @@ def test_without_results_all_of_ours_is_not_run(tmp_path: Path) -> None:
     assert rows(timing, "| RoBERTa-large on")[0][2:6] == ["71.7", "not run", "0.6", "not run"]
 
 
-def test_a_method_the_paper_lacks_is_a_row_behind(tmp_path: Path) -> None:
+def test_a_method_the_paper_lacks_is_a_row_behind(tmp_path):
     """Of a sweep with a search, only the final runs count."""
     sweep_of(tmp_path, "aggzo", lambda cell: 90.0 if cell.task == "RTE" else None)
     text = section(render(our_cells(tmp_path), Measured(), PAPER), "## RoBERTa")
@@ -83,7 +81,7 @@ def test_a_method_the_paper_lacks_is_a_row_behind(tmp_path: Path) -> None:
     assert rows(text, "| DPZero | 6")[0][10:12] == ["71.9 ± 0.9", "not run"]
 
 
-def test_the_best_epoch_is_a_separate_row(tmp_path: Path) -> None:
+def test_the_best_epoch_is_a_separate_row(tmp_path):
     found = Sweep(sweep.read(CONFIGS / "printed_vit.yaml"), tmp_path / "printed_vit")
     curve = [{"step": 1, "accuracy": 61.0}, {"step": 2, "accuracy": 59.0}]
     for cell in found.final():
@@ -94,7 +92,7 @@ def test_the_best_epoch_is_a_separate_row(tmp_path: Path) -> None:
     assert rows(text, "| DP-GRAPE, best epoch")[0][4:6] == ["", "61.0 [1]"]
 
 
-def test_results_of_another_sweep_are_refused(tmp_path: Path) -> None:
+def test_results_of_another_sweep_are_refused(tmp_path):
     made = sweep_of(tmp_path, "printed_roberta", grape_at_6)
     summary = made.summary()
     summary["config"]["arguments"]["max_steps"] = 5
@@ -108,7 +106,7 @@ def test_results_of_another_sweep_are_refused(tmp_path: Path) -> None:
 ROBERTA, VIT = "RoBERTa-large, T=128", "ViT-Base, 224 pixels"
 
 
-def measured(*rows_of_report: tuple[str, str, dict[str, Any]]) -> str:
+def measured(*rows_of_report):
     """The tables with a report of an H100, from models, methods and what was found."""
     common = {"precision": "float32", "batch_size": 40, "device": "H100"}
     report = [
@@ -118,7 +116,7 @@ def measured(*rows_of_report: tuple[str, str, dict[str, Any]]) -> str:
     return render({}, Measured(report), PAPER)
 
 
-def test_timings_are_beside_the_papers() -> None:
+def test_timings_are_beside_the_papers():
     text = measured(
         (ROBERTA, "DP-GRAPE", {"samples_per_second": 99.0, "rank": 16, "precision": "bf16"}),
         (ROBERTA, "DP-GRAPE", {"samples_per_second": 90.0, "rank": 4}),
@@ -135,7 +133,7 @@ def test_timings_are_beside_the_papers() -> None:
 @pytest.mark.parametrize(
     "other", [{"rank": 4}, {"precision": "TF32"}, {"failed": "ValueError"}, {"model": VIT}]
 )
-def test_another_setting_is_never_beside_the_papers_number(other: dict[str, Any]) -> None:
+def test_another_setting_is_never_beside_the_papers_number(other):
     row = (ROBERTA, "DP-GRAPE", {"samples_per_second": 80.0, "rank": 16, **other})
     (line,) = rows(
         section(measured(row), "## Throughput"),
@@ -144,7 +142,7 @@ def test_another_setting_is_never_beside_the_papers_number(other: dict[str, Any]
     assert line[2:4] == ["75.9", "not run"]
 
 
-def test_memory_is_beside_the_papers_in_its_unit() -> None:
+def test_memory_is_beside_the_papers_in_its_unit():
     text = measured(
         (ROBERTA, "DP-Adam, materialised", {"reserved": 80 * 10**9}),
         (ROBERTA, "DP-Adam", {"reserved": 16 * 10**9}),
@@ -165,7 +163,7 @@ def test_memory_is_beside_the_papers_in_its_unit() -> None:
     assert found[vit, "DP-GRAPE", "500"] == ["70.6", "not run", "", "not run", *nothing, ""]
 
 
-def test_simulated_memory_is_compared_with_materialised_gradients() -> None:
+def test_simulated_memory_is_compared_with_materialised_gradients():
     curves = {"DP-Adam, materialised": {"40": 80 * 10**9}, "DP-GRAPE, r = 16": {"40": 20 * 10**9}}
     text = render({}, Measured(curves={ROBERTA: curves}), PAPER)
     found = {tuple(line[1:3]): line[7:9] for line in rows(section(text, "## Memory"), "| RoBERTa")}
@@ -174,7 +172,7 @@ def test_simulated_memory_is_compared_with_materialised_gradients() -> None:
     assert found["DP-Adam", "40"] == ["not run", ""]
 
 
-def test_the_papers_models_are_those_of_the_report() -> None:
+def test_the_papers_models_are_those_of_the_report():
     names = {row.model for row in gpu_rows() if row.precision == "float32"}
     for model in [*PAPER["timings"], *PAPER["memory_measured"]]:
         assert MODELS[model["measured"]].rank == model["rank"]
@@ -184,7 +182,7 @@ def test_the_papers_models_are_those_of_the_report() -> None:
 # ---- The paper's numbers ----
 
 
-def test_every_row_has_a_value_for_every_column() -> None:
+def test_every_row_has_a_value_for_every_column():
     for name, spec in PAPER["tables"].items():
         for line in [*spec["rows"], *PAPER["settings"][name]["rows"]]:
             assert len(line["values"]) == len(spec["columns"])
@@ -201,18 +199,18 @@ LABELS = {
 """Every table of the paper with numbers, and that of its formulas."""
 
 
-def test_every_table_of_the_paper_is_rendered() -> None:
+def test_every_table_of_the_paper_is_rendered():
     assert len(LABELS) == 12
     assert {*re.findall(r"tab:[a-z-]+", render({}, Measured(), PAPER))} == LABELS
 
 
 @pytest.mark.parametrize("config", ["paper", "reference_code"])
 @pytest.mark.parametrize("name", PAPER["tables"])
-def test_presets_have_the_settings_of_the_paper(name: str, config: str) -> None:
+def test_presets_have_the_settings_of_the_paper(name, config):
     """With the sweeps, whose cells are the paper's (test_hours), they make its experiments."""
     spec = PAPER["tables"][name]
     family = importlib.import_module(f"recipes.paper.{spec['family']}").FAMILY
-    wanted: dict[tuple[str, int], dict[str, Any]] = {}
+    wanted = {}
     for line in PAPER["settings"][name]["rows"]:
         for at, value in enumerate(line["values"]):
             if value is not None:

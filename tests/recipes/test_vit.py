@@ -2,9 +2,6 @@
 
 import gzip
 import io
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +28,7 @@ GREY = Source("someone/grey", "image", "label", 10)
 PRESETS = sorted(path.stem.removeprefix("vit_") for path in CONFIGS.glob("vit_*.yaml"))
 
 
-def assert_loaded(loaded: dict[str, Images], arrays: dict[str, Any]) -> None:
+def assert_loaded(loaded, arrays):
     """What was loaded is what the arrays hold, pixel by pixel."""
     assert loaded.keys() == arrays.keys()
     for split, (pixels, labels) in arrays.items():
@@ -45,13 +42,13 @@ def assert_loaded(loaded: dict[str, Images], arrays: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ending", [".gz", ""])
-def test_idx_files_are_read(ending: str, tmp_path: Path) -> None:
+def test_idx_files_are_read(ending, tmp_path):
     arrays = both_splits((5, 7))
     write_mnist(tmp_path, arrays, ending)
     assert_loaded(load_images(GREY, str(tmp_path)), arrays)
 
 
-def write_pictures(path: Path, pixels: Any, labels: Any, form: str = "PNG") -> None:
+def write_pictures(path, pixels, labels, form="PNG"):
     """Writes encoded images back to back; those in PNG come back as they were."""
     files = []
     for array in pixels:
@@ -63,9 +60,7 @@ def write_pictures(path: Path, pixels: Any, labels: Any, form: str = "PNG") -> N
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (5, 7, 3)])
-def test_arrays_and_encoded_images_are_read_by_their_name(
-    shape: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_arrays_and_encoded_images_are_read_by_their_name(shape, tmp_path):
     arrays, others = both_splits(shape), both_splits(shape, counts=(3, 2))
     for split in ("train", "test"):
         write_pictures(tmp_path / f"full_{split}.npz", *arrays[split])
@@ -74,7 +69,7 @@ def test_arrays_and_encoded_images_are_read_by_their_name(
     assert_loaded(load_images(COLOUR, str(tmp_path / "part")), others)
 
 
-def test_what_jpeg_has_changed_is_marked(tmp_path: Path) -> None:
+def test_what_jpeg_has_changed_is_marked(tmp_path):
     for split, form in (("train", "JPEG"), ("test", "PNG")):
         write_pictures(tmp_path / f"a_{split}.npz", *random_arrays(4, (8, 8, 3), seed=0), form=form)
     given = words(
@@ -85,10 +80,10 @@ def test_what_jpeg_has_changed_is_marked(tmp_path: Path) -> None:
     assert experiment.notes == [note]
 
 
-def test_images_of_the_hub_are_those_of_the_named_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_the_hub_are_those_of_the_named_columns(monkeypatch):
     arrays = both_splits((5, 7, 3))
 
-    def hub(name: str, config: None, split: str, **others: Any) -> Dataset:
+    def hub(name, config, split, **others):
         pixels, labels = arrays[split]
         columns = {
             "img": [Picture.fromarray(array) for array in pixels],
@@ -103,7 +98,7 @@ def test_images_of_the_hub_are_those_of_the_named_columns(monkeypatch: pytest.Mo
 
 IMAGES, LABELS = "train-images-idx3-ubyte.gz", "{}-labels-idx1-ubyte.gz"
 WRONG = np.array([0, 1, 2, 10], dtype=np.uint8)
-DAMAGES: dict[str, Callable[[Path], Any]] = {
+DAMAGES = {
     "go from 0 to 10, and those of the task from 0 to 9": lambda folder: write_idx(
         folder / LABELS.format("t10k"), WRONG
     ),
@@ -117,7 +112,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("message", DAMAGES)
-def test_damaged_files_are_refused(message: str, tmp_path: Path) -> None:
+def test_damaged_files_are_refused(message, tmp_path):
     write_mnist(tmp_path, both_splits((5, 7)))
     DAMAGES[message](tmp_path)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
@@ -127,19 +122,19 @@ def test_damaged_files_are_refused(message: str, tmp_path: Path) -> None:
 # ---- Batches ----
 
 
-def one_image(rows: list[list[int]]) -> list[dict[str, torch.Tensor]]:
+def one_image(rows):
     """A grey example with the label 3."""
     return [{"pixel_values": torch.tensor([rows], dtype=torch.uint8), "labels": torch.tensor(3)}]
 
 
-def test_bytes_are_normalised_and_grey_fills_all_channels() -> None:
+def test_bytes_are_normalised_and_grey_fills_all_channels():
     batch = Batches(size=2, channels=3, mean=0.5, std=0.25)(one_image([[0, 255], [51, 204]]))
     expected = torch.tensor([[-2.0, 2.0], [-1.2, 1.2]]).expand(1, 3, 2, 2)
     torch.testing.assert_close(batch["pixel_values"], expected)
     assert batch["labels"].tolist() == [3]
 
 
-def test_shrinking_averages() -> None:
+def test_shrinking_averages():
     rows = [[0, 51, 102, 255]] * 4
     batch = Batches(size=2, channels=1, mean=0.0, std=1.0)(one_image(rows))
     # A triangle twice as wide as at full size: centres at distances 1/2, 1/2, 3/2 weigh 3, 3, 1.
@@ -149,7 +144,7 @@ def test_shrinking_averages() -> None:
     )
 
 
-def test_an_image_does_not_depend_on_its_batch() -> None:
+def test_an_image_does_not_depend_on_its_batch():
     pixels, labels = random_arrays(5, (3, 9, 9), seed=0)
     images = Images(torch.tensor(pixels), torch.tensor(labels.astype(np.int64)))
     batches = Batches(size=6, channels=3, mean=0.5, std=0.5)
@@ -158,7 +153,7 @@ def test_an_image_does_not_depend_on_its_batch() -> None:
     assert torch.equal(together, alone)
 
 
-def test_colours_do_not_fit_one_channel() -> None:
+def test_colours_do_not_fit_one_channel():
     images = Images(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="Images of 3 channels do not fit num_channels=1"):
         Batches(size=2, channels=1, mean=0.5, std=0.5)([images[0]])
@@ -168,19 +163,19 @@ def test_colours_do_not_fit_one_channel() -> None:
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data(tmp_path_factory):
     """Forty training and twenty test images, as files of MNIST."""
     folder = tmp_path_factory.mktemp("mnist")
     write_mnist(folder, both_splits((8, 8), counts=(40, 20)))
     return folder
 
 
-def run(folder: Path, data: Path, **changes: Any) -> dict[str, Any]:
+def run(folder, data, **changes):
     """The result of a run."""
     return main(vit.FAMILY, words(folder, data, **changes))
 
 
-def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path: Path, data: Path) -> None:
+def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path, data):
     result = run(tmp_path, data, curve_steps=1)
     assert result["splits"] == {"train": 40, "test": 20}
     assert [point["step"] for point in result["curve"]] == [1, 2]
@@ -190,7 +185,7 @@ def test_a_run_from_scratch_is_scored_on_the_test_split(tmp_path: Path, data: Pa
 
 
 @pytest.mark.slow
-def test_a_killed_run_resumes_and_leaves_a_plain_model(tmp_path: Path, data: Path) -> None:
+def test_a_killed_run_resumes_and_leaves_a_plain_model(tmp_path, data):
     """By the same command; a processor makes of images what the recipe does."""
     options = {"config": "reference_code", "noise_multiplier": None, "target_epsilon": 8}
     command = words(tmp_path, data, **options, max_steps=60, save_model=True, curve_steps=5)
@@ -209,15 +204,15 @@ def test_a_killed_run_resumes_and_leaves_a_plain_model(tmp_path: Path, data: Pat
     assert result["metrics"] == {"test": {"accuracy": pytest.approx(right)}}
 
 
-def test_a_search_holds_out_data_and_never_reads_the_test(tmp_path: Path, data: Path) -> None:
+def test_a_search_holds_out_data_and_never_reads_the_test(tmp_path, data):
     result = run(tmp_path, data, held_out=True, task="FASHION-MNIST")
     assert result["splits"] == {"train": 32, "dev": 8}
     assert list(result["metrics"]) == ["dev"]
 
 
-def test_training_examples_are_drawn_by_the_seed(tmp_path: Path, data: Path) -> None:
+def test_training_examples_are_drawn_by_the_seed(tmp_path, data):
     assert run(tmp_path, data, train_examples=10)["splits"]["train"] == 10
-    rows: Any = list(range(100))
+    rows = list(range(100))
     assert list(vit.drawn(rows, 10, seed=1)) == list(vit.drawn(rows, 20, seed=1))[:10]
     assert list(vit.drawn(rows, 10, seed=1)) != list(vit.drawn(rows, 10, seed=2))
     with pytest.raises(ValueError, match="train_examples=101 must be from 1 to 100"):
@@ -229,16 +224,14 @@ def test_training_examples_are_drawn_by_the_seed(tmp_path: Path, data: Path) -> 
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
 )
 @pytest.mark.parametrize("method", ["dp_lora", "adam"])
-def test_other_methods_train(method: str, tmp_path: Path, data: Path) -> None:
+def test_other_methods_train(method, tmp_path, data):
     changes = {} if METHODS[method].private else {"noise_multiplier": None, "max_grad_norm": None}
     result = run(tmp_path, data, method=method, max_steps=1, lora_rank=2, **changes)
     assert result["settings"]["method"] == method
     assert result["privacy"]["private"] == METHODS[method].private
 
 
-def test_fine_tuning_starts_from_the_checkpoint_with_another_head(
-    tmp_path: Path, data: Path
-) -> None:
+def test_fine_tuning_starts_from_the_checkpoint_with_another_head(tmp_path, data):
     shape = {k: v for k, v in SMALL.items() if k in vit._SHAPE}
     saved = ViTForImageClassification(ViTConfig(**shape, intermediate_size=32, num_labels=5))
     saved.save_pretrained(tmp_path / "model")
@@ -254,18 +247,18 @@ def test_fine_tuning_starts_from_the_checkpoint_with_another_head(
     assert result["privacy"]["steps"] == 2
 
 
-def test_a_task_that_fine_tunes_does_not_start_from_scratch(tmp_path: Path, data: Path) -> None:
+def test_a_task_that_fine_tunes_does_not_start_from_scratch(tmp_path, data):
     with pytest.raises(ValueError, match=r"starts from a checkpoint.*or the task 'CIFAR-10'"):
         run(tmp_path, data, task="CIFAR-10-fine-tune", from_scratch=True)
 
 
-def test_the_shape_of_a_checkpoint_is_not_changed(tmp_path: Path, data: Path) -> None:
+def test_the_shape_of_a_checkpoint_is_not_changed(tmp_path, data):
     script, _ = parse(vit.FAMILY, words(tmp_path, data, "CIFAR-10-fine-tune"))
     with pytest.raises(ValueError, match=r"image_size=8, .* is that of its checkpoint"):
         vit.build_model(script, classes=10)
 
 
-def test_a_configuration_in_a_folder_may_be_changed(tmp_path: Path, data: Path) -> None:
+def test_a_configuration_in_a_folder_may_be_changed(tmp_path, data):
     ViTConfig(num_hidden_layers=3, hidden_act="relu").save_pretrained(tmp_path)
     given = words(tmp_path, data, model_name_or_path=tmp_path, num_hidden_layers=None)
     config = vit.build_model(parse(vit.FAMILY, given)[0], classes=10).config
@@ -273,7 +266,7 @@ def test_a_configuration_in_a_folder_may_be_changed(tmp_path: Path, data: Path) 
     assert (config.hidden_size, config.intermediate_size, config.num_labels) == (16, 64, 10)
 
 
-def test_built_in_sizes_are_those_of_the_paper() -> None:
+def test_built_in_sizes_are_those_of_the_paper():
     script = vit.ViTArguments(task="MNIST", model_name_or_path="vit-base", from_scratch=True)
     with torch.device("meta"):
         model = vit.build_model(script, classes=10)
@@ -281,7 +274,7 @@ def test_built_in_sizes_are_those_of_the_paper() -> None:
     assert (model.config.image_size, model.config.patch_size) == (224, 16)
 
 
-def test_class_token_and_position_table_may_be_frozen(tmp_path: Path, data: Path) -> None:
+def test_class_token_and_position_table_may_be_frozen(tmp_path, data):
     tables = {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}
     for frozen, expected in ((True, tables), (False, set())):
         script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
@@ -293,7 +286,7 @@ def test_class_token_and_position_table_may_be_frozen(tmp_path: Path, data: Path
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_delta_is_below_one_over_the_number_of_examples(preset: str) -> None:
+def test_every_delta_is_below_one_over_the_number_of_examples(preset):
     for task in ("MNIST", "CIFAR-100", "CIFAR-10-fine-tune"):
         words = [f"--config={preset}", f"--task={task}", "--target_epsilon=2", "--use_cpu"]
         script, args = parse(vit.FAMILY, words)

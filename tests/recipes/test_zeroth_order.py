@@ -5,16 +5,13 @@ Shapes: B samples in a batch, K directions, T positions.
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.errors import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import ANSWERS, loss_for
-from dp_grape_hf.mechanism import PrivateMechanism
 from dp_grape_hf.memory import WEIGHTS
 from dp_grape_hf.memory.timeline import Timeline
 from dp_grape_hf.phases import FORWARD
@@ -26,13 +23,13 @@ from tests.gradients.functions import Function
 from tests.models.matrix import projectors_for
 from tests.support.marks import slow_but
 from tests.support.mechanism import make_private
-from tests.support.models import IGNORED, TYPICAL, Batch, Case, only
+from tests.support.models import IGNORED, TYPICAL, only
 from tests.support.oracles import single_sample_gradients
 
 SEED, MU = 7, 1e-3
 
 
-def released(engine: PrivateMechanism, step: int, batches: Sequence[Mapping[str, Any]]) -> Tensor:
+def released(engine, step, batches):
     """Returns the private scalars (K,) of a logical batch, given its physical batches."""
     assert isinstance(engine.per_sample, ZerothOrderEngine)
     engine.per_sample.use(step)
@@ -44,7 +41,7 @@ def released(engine: PrivateMechanism, step: int, batches: Sequence[Mapping[str,
     return release[ANSWERS]
 
 
-def tensors_of(model: nn.Module, step: int, count: int = 1) -> list[dict[str, Tensor]]:
+def tensors_of(model, step, count=1):
     """Returns the directions of a step by their definition, each whole: parameter name -> z.
 
     For weights of one block.
@@ -61,7 +58,7 @@ def tensors_of(model: nn.Module, step: int, count: int = 1) -> list[dict[str, Te
     return found
 
 
-def drawn(directions: Directions, weight: nn.Parameter, step: int, number: int = 0) -> Tensor:
+def drawn(directions, weight, step, number=0):
     """Returns one direction of one weight, put together from its blocks."""
     z = torch.full(weight.shape, math.nan)
     one_hot = [float(k == number) for k in range(directions.count)]
@@ -70,9 +67,7 @@ def drawn(directions: Directions, weight: nn.Parameter, step: int, number: int =
     return z
 
 
-def losses_at(
-    model: nn.Module, inputs: Batch, z: Mapping[str, Tensor], distance: float, loss: Any
-) -> Tensor:
+def losses_at(model, inputs, z, distance, loss):
     """Returns the losses (B,) of a copy of the model that is moved, one sample at a time."""
     moved = copy.deepcopy(model).eval()
     loss = loss or loss_for(moved)
@@ -89,19 +84,17 @@ def losses_at(
     return torch.cat(losses)
 
 
-def differences(
-    model: nn.Module, inputs: Batch, z: Sequence[Mapping[str, Tensor]], loss: Any = None
-) -> Tensor:
+def differences(model, inputs, z, loss=None):
     """Returns the finite differences (B, K) by their definition."""
     sides = [[losses_at(model, inputs, one, side * MU, loss) for side in (1, -1)] for one in z]
     return torch.stack([(ahead - behind) / (2 * MU) for ahead, behind in sides], 1)
 
 
-def snapshot(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
+def snapshot(model):
     return {name: (p.detach().clone(), p._version) for name, p in model.named_parameters()}
 
 
-def assert_untouched(model: nn.Module, before: Mapping[str, tuple[Tensor, int]]) -> None:
+def assert_untouched(model, before):
     for name, parameter in model.named_parameters():
         value, version = before[name]
         assert torch.equal(parameter, value), name
@@ -113,7 +106,7 @@ def assert_untouched(model: nn.Module, before: Mapping[str, tuple[Tensor, int]])
 
 
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
-def test_every_scalar_is_the_finite_difference_of_its_own_loss(case: Case) -> None:
+def test_every_scalar_is_the_finite_difference_of_its_own_loss(case):
     """The oracle moves a copy of the model and runs each sample alone, in float64."""
     count = 2
     model, inputs = case.model().double(), case.batch(3)
@@ -132,7 +125,7 @@ def test_every_scalar_is_the_finite_difference_of_its_own_loss(case: Case) -> No
     torch.testing.assert_close(losses.double(), single.double(), atol=1e-3, rtol=1e-3)
 
 
-def test_positions_without_a_label_are_left_out_and_change_nothing() -> None:
+def test_positions_without_a_label_are_left_out_and_change_nothing():
     model, inputs = only("opt").model().double(), only("opt").batch(3)
     inputs["labels"][:, :-3] = IGNORED
     inputs["labels"][1, -2:] = IGNORED
@@ -148,29 +141,29 @@ def test_positions_without_a_label_are_left_out_and_change_nothing() -> None:
     torch.testing.assert_close(scalars, expected, atol=2e-2, rtol=1e-3)
 
 
-def squares(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def squares(outputs, labels):
     assert labels is not None
     return (outputs - labels).square().sum(1)
 
 
-def small_model(features: int = 6, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def small_model(features=6, dtype=torch.float64):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers = [nn.Linear(features, features), nn.Tanh(), nn.Linear(features, 3)]
         return nn.Sequential(*layers).to(dtype)
 
 
-def small_batch(size: int, features: int = 6, dtype: torch.dtype = torch.float64) -> Batch:
+def small_batch(size, features=6, dtype=torch.float64):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(size, features, generator=generator).to(dtype)
     return {"input": x, "labels": x[:, :3].roll(1, 1) + 0.5}
 
 
-def small_engine(model: nn.Module, **settings: Any) -> ZerothOrderEngine:
+def small_engine(model, **settings):
     return ZerothOrderEngine(model, squares, seed=SEED, **settings)
 
 
-def test_directions_are_standard_normal_and_differ_everywhere() -> None:
+def test_directions_are_standard_normal_and_differ_everywhere():
     """Means of 30,000 numbers: it fails by chance with probability below 1e-12."""
     weights = {name: nn.Parameter(torch.zeros(300, 100)) for name in ("a", "b")}
     directions = Directions(weights, SEED, count=2)
@@ -182,7 +175,7 @@ def test_directions_are_standard_normal_and_differ_everywhere() -> None:
     assert (other - z[-1]).std() > 1
 
 
-def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch):
     """Also of a weight that is stored by columns, and of one that is a single number."""
     monkeypatch.setattr(directions_module, "_BLOCK", 8)
     weights = {
@@ -209,14 +202,14 @@ def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch: pytest.MonkeyPatch
 class UsesElsewhere(nn.Module):
     """Reads weights outside of the modules that own them, transposed, joined and as data."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(5, 4)
         self.inner = nn.Linear(4, 4)
         self.joined = nn.ParameterList([torch.randn(2, 4), torch.randn(3, 4)])
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.table(x).mean(1)  # (B, 4)
         hidden = hidden.to(self.inner.weight.dtype) @ self.inner.weight.T + self.inner.bias.data
         hidden = hidden @ torch.cat(list(self.joined)).t() @ self.table.weight.detach()
@@ -225,13 +218,13 @@ class UsesElsewhere(nn.Module):
 
 class OwnFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, input, weight):
         return input @ weight
 
 
 WORDS = torch.tensor([[0, 1, 2], [2, 3, 3], [4, 1, 0]])
 VECTORS = torch.linspace(-1, 1, 36).view(3, 3, 4)
-USES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+USES = {
     "elsewhere": (UsesElsewhere, WORDS),
     "recurrent": (
         lambda: Function(lambda m, x: m.lstm(x)[0][:, -1], lstm=nn.LSTM(4, 3, batch_first=True)),
@@ -256,12 +249,12 @@ USES: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
 
 
 @pytest.mark.parametrize(("make", "x"), USES.values(), ids=USES)
-def test_every_use_of_a_weight_is_moved_alike(make: Callable[[], nn.Module], x: Tensor) -> None:
+def test_every_use_of_a_weight_is_moved_alike(make, x):
     torch.manual_seed(0)
     model = make().double()
     batch = {"x": x.double() if x.is_floating_point() else x}
 
-    def loss(outputs: Tensor, labels: Tensor | None) -> Tensor:
+    def loss(outputs, labels):
         return outputs.square().sum(1)
 
     engine = ZerothOrderEngine(model, loss, seed=SEED)
@@ -276,7 +269,7 @@ def test_every_use_of_a_weight_is_moved_alike(make: Callable[[], nn.Module], x: 
     torch.testing.assert_close(gradients[ANSWERS].values, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_a_parameter_that_no_operation_reads_is_refused() -> None:
+def test_a_parameter_that_no_operation_reads_is_refused():
     model = small_model()
     model[0].spare = nn.Linear(6, 3)
     model[2].register_forward_hook(lambda m, args, output: output + len(model[0].spare.weight))
@@ -289,7 +282,7 @@ def test_a_parameter_that_no_operation_reads_is_refused() -> None:
 # ---- Memory ----
 
 
-def taken(step: Callable[[], Any], given: Any) -> int:
+def taken(step, given):
     """Returns the most bytes that a step has at one time, beside what is given."""
     timeline = Timeline()
     timeline.label(WEIGHTS, given)
@@ -300,9 +293,7 @@ def taken(step: Callable[[], Any], given: Any) -> int:
 
 
 @pytest.mark.slow
-def test_no_more_than_the_weights_of_one_operation_are_copied(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_more_than_the_weights_of_one_operation_are_copied(monkeypatch):
     monkeypatch.setattr(directions_module, "_BLOCK", 4000)
     features, depth = 200, 8
     model = nn.Sequential(*[nn.Linear(features, features) for _ in range(depth)])
@@ -323,15 +314,15 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(
 class OfTheBatch(nn.Module):
     """Adds a multiple of a statistic of the batch to every sample."""
 
-    def __init__(self, share: float, statistic: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, share, statistic):
         super().__init__()
         self.layer, self.share, self.statistic = nn.Linear(6, 3), share, statistic
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return self.layer(input) + self.share * self.statistic(self.layer(input))
 
 
-STATISTICS: dict[str, Callable[[Tensor], Tensor]] = {
+STATISTICS = {
     "mean": lambda outputs: outputs.mean(0),
     "total": lambda outputs: outputs.sum(0),
     "number": lambda outputs: torch.full_like(outputs, len(outputs)),
@@ -353,9 +344,7 @@ OTHERS = "answer of a sample changes"
         *(("total", share, torch.bfloat16, f"couples samples|{SAME}") for share in (1.0, 3e-3)),
     ],
 )
-def test_coupled_samples_are_refused(
-    statistic: str, share: float, dtype: torch.dtype, message: str
-) -> None:
+def test_coupled_samples_are_refused(statistic, share, dtype, message):
     """In low precision too: rounding is the same in the same row of a batch of the same shape."""
     torch.manual_seed(0)
     engine = small_engine(OfTheBatch(share, STATISTICS[statistic]).to(dtype))
@@ -366,7 +355,7 @@ def test_coupled_samples_are_refused(
         engine(inputs, {})
 
 
-def test_coupling_is_refused_once_two_samples_are_seen() -> None:
+def test_coupling_is_refused_once_two_samples_are_seen():
     """One sample shows nothing, and two equal ones neither: the probe waits for others."""
     torch.manual_seed(0)
     engine = small_engine(OfTheBatch(1.0, STATISTICS["mean"]).double())
@@ -378,9 +367,9 @@ def test_coupling_is_refused_once_two_samples_are_seen() -> None:
         engine(inputs, {})
 
 
-def test_only_the_first_batch_is_probed() -> None:
+def test_only_the_first_batch_is_probed():
     model, inputs = small_model(), small_batch(4)
-    passes: list[int] = []
+    passes = []
     model.register_forward_pre_hook(lambda module, args, kwargs: passes.append(1), with_kwargs=True)
     engine = small_engine(model)
     engine.use(0)
@@ -392,7 +381,7 @@ def test_only_the_first_batch_is_probed() -> None:
 
 
 @pytest.mark.parametrize("case", slow_but(("gpt2",), TYPICAL))
-def test_models_that_couple_nothing_pass_in_low_precision(case: Case) -> None:
+def test_models_that_couple_nothing_pass_in_low_precision(case):
     """Rounding differs between batches, and a small mu magnifies it."""
     model, inputs = case.model().bfloat16(), case.batch(4)
     if "pixel_values" in inputs:
@@ -411,7 +400,7 @@ def test_models_that_couple_nothing_pass_in_low_precision(case: Case) -> None:
 # ---- Updates ----
 
 
-def test_five_steps_equal_the_formula_with_the_noise_given() -> None:
+def test_five_steps_equal_the_formula_with_the_noise_given():
     """DPZero and DP-ZO, written out on a copy of the model; MeZO is the case of sigma = 0.
 
     The weights of the last layer have a rate and a decay of their own.
@@ -457,7 +446,7 @@ def test_five_steps_equal_the_formula_with_the_noise_given() -> None:
     assert clips == {False, True}
 
 
-def test_small_updates_of_a_low_precision_weight_count_on_average() -> None:
+def test_small_updates_of_a_low_precision_weight_count_on_average():
     """Mean of 20,000 roundings: fails by chance with probability below 1e-6."""
     weight = nn.Parameter(torch.ones(20_000, 2, dtype=torch.bfloat16))
     directions = Directions({"weight": weight}, SEED)
@@ -469,7 +458,7 @@ def test_small_updates_of_a_low_precision_weight_count_on_average() -> None:
     assert slope == pytest.approx(-1e-5, rel=0.6)
 
 
-def test_an_update_needs_one_release_and_its_steps_directions() -> None:
+def test_an_update_needs_one_release_and_its_steps_directions():
     model = small_model()
     engine = small_engine(model, n_directions=2)
     optimizer = ZerothOrderSGD(model.parameters(), engine.directions)
@@ -487,7 +476,7 @@ def test_an_update_needs_one_release_and_its_steps_directions() -> None:
         engine(small_batch(2), {})
 
 
-def test_projectors_are_refused() -> None:
+def test_projectors_are_refused():
     model = small_model()
     engine = small_engine(model)
     engine.use(0)

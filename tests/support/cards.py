@@ -3,11 +3,11 @@
 import re
 
 
-def rows(card: str) -> dict[str, str]:
+def rows(card):
     found = re.findall(r"^\| (.+?) \| (.+?) \|$", section(card, "Privacy"), re.MULTILINE)
     return {name: value for name, value in found if name != "Quantity"}
 
 
-def section(card: str, title: str) -> str:
+def section(card, title):
     """Returns what stands under a heading; empty if there is none of that title."""
     return next((p for p in card.split("\n## ") if p.startswith(f"{title}\n")), "")

@@ -1,8 +1,5 @@
 """Small models whose runs choose all that is not given."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification, set_seed
@@ -12,7 +9,7 @@ from tests.support.trainers import Examples, Watch, make_trainer
 WORDS, EVERY = 50, 3
 
 
-def model_of(weights: str) -> Any:
+def model_of(weights):
     set_seed(0)
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 1}
     more = {"num_attention_heads": 2, "intermediate_size": 32, "num_labels": 3}
@@ -24,7 +21,7 @@ def model_of(weights: str) -> Any:
     return model
 
 
-def examples() -> Examples:
+def examples():
     ids = torch.randint(5, WORDS, (64, 8), generator=torch.Generator().manual_seed(0))
     ones = torch.ones(8, dtype=torch.long)
     return Examples(
@@ -32,14 +29,14 @@ def examples() -> Examples:
     )
 
 
-def trainer_of(folder: Path, model: Any, **changes: Any) -> Any:
+def trainer_of(folder, model, **changes):
     """Returns a trainer with epsilon, delta and epochs alone, but for what ``changes`` give."""
     own = {"model": model} if isinstance(model, nn.Module) else {"model_init": model}
     settings = {"num_train_epochs": 2, "train_dataset": examples()} | own
     return make_trainer(folder, chooses=True, **settings | changes)
 
 
-def saving_trainer_of(folder: Path, model: Any, stop_at: int | None = None, **changes: Any) -> Any:
+def saving_trainer_of(folder, model, stop_at=None, **changes):
     """Returns such a trainer that saves checkpoints, and stops after a step."""
     saving = {"save_strategy": "steps", "save_steps": EVERY, "callbacks": [Watch(stop_at=stop_at)]}
     return trainer_of(folder, model, **saving | changes)

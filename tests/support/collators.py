@@ -1,15 +1,12 @@
 """Collators of texts of several lengths."""
 
-from typing import Any
-
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 
-def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
+def tokenizer(side="right"):
     vocabulary = {str(i): i for i in range(60)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="0")),
@@ -17,7 +14,7 @@ def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def longest_first(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def longest_first(examples):
     """Stretches every row to the longest of the batch."""
     longest = max(len(e["input_ids"]) for e in examples)
     rows = [

@@ -3,17 +3,14 @@
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from dp_grape_hf.publishing import MISMATCH, verify
-from recipes.paper.experiment import Family, main
+from recipes.paper.experiment import main
 
 SETTINGS = {"seed": 13, "max_grad_norm": 0.5, "learning_rate": 1e-4}
 
 
-def made_up(score: float, curve: Sequence[Any] = (), **settings: Any) -> dict[str, Any]:
+def made_up(score, curve=(), **settings):
     """A result with a test score: what tables read of it."""
     return {
         "metrics": {"dev": {"accuracy": score - 1}, "test": {"accuracy": score}},
@@ -22,13 +19,13 @@ def made_up(score: float, curve: Sequence[Any] = (), **settings: Any) -> dict[st
     }
 
 
-def rows(text: str, start: str) -> list[list[str]]:
+def rows(text, start):
     """The cells of the lines that start like this."""
     lines = [line for line in text.splitlines() if line.startswith(start)]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
-def resumed(family: Family, words: Sequence[str], folder: Path) -> tuple[int, dict[str, Any], Path]:
+def resumed(family, words, folder):
     """Run a command of 60 steps again that was killed (SIGKILL) near its second checkpoint.
 
     Args:
@@ -40,15 +37,15 @@ def resumed(family: Family, words: Sequence[str], folder: Path) -> tuple[int, di
         The step of its earliest checkpoint, its result, and the folder of what it saved.
     """
 
-    def checkpoints() -> set[int]:
+    def checkpoints():
         found = folder.glob("*/checkpoint-*/trainer_state.json")
         return {int(path.parent.name.rpartition("-")[2]) for path in found}
 
     command = [sys.executable, "-m", f"recipes.paper.{family.name}", *words]
-    steps: set[int] = set()
+    steps = set()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as run:
         while len(steps) < 2:
-            assert run.poll() is None, run.stdout.read().decode()  # type: ignore[union-attr]
+            assert run.poll() is None, run.stdout.read().decode()
             time.sleep(0.01)
             steps |= checkpoints()
         run.kill()

@@ -3,15 +3,13 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
-from typing import Any
 
 
-def die() -> None:
+def die():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_until_killed(function: Callable[..., None], *args: Any) -> None:
+def run_until_killed(function, *args):
     """Runs a function, which must not return, in a fork of a process that has only imported it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__])
@@ -21,13 +19,11 @@ def run_until_killed(function: Callable[..., None], *args: Any) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def ending(
-    function: Callable[..., Any], at_call: int, end: Callable[[], Any], *, after: bool = False
-) -> Any:
+def ending(function, at_call, end, *, after=False):
     """Returns the function, which now calls ``end`` before or after call ``at_call``."""
     calls = 0
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args, **kwargs):
         nonlocal calls
         calls += 1
         if calls == at_call and not after:

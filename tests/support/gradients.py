@@ -1,24 +1,23 @@
 """Gradients of a weight in each form, and their definition."""
 
 import torch
-from torch import Tensor
 
-from dp_grape_hf.gradients import Dense, PerSampleGradient
+from dp_grape_hf.gradients import Dense
 from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
 
 B, ROWS, COLS = 4, 7, 5  # samples, and an m x n weight
 
 
-def dense(positions: int = 1, dtype: torch.dtype = torch.float32) -> Dense:
+def dense(positions=1, dtype=torch.float32):
     return Dense(torch.randn(B, ROWS, COLS).to(dtype))
 
 
-def factored(positions: int = 6, dtype: torch.dtype = torch.float32) -> Factored:
+def factored(positions=6, dtype=torch.float32):
     rows, cols = torch.randn(B, positions, ROWS), torch.randn(B, positions, COLS)
     return Factored(rows.to(dtype), cols.to(dtype))
 
 
-def sparse_rows(positions: int = 11, dtype: torch.dtype = torch.float32) -> SparseRows:
+def sparse_rows(positions=11, dtype=torch.float32):
     """More positions than rows, so that indices repeat in every sample."""
     indices = torch.randint(0, ROWS, (B, positions))
     return SparseRows(indices, torch.randn(B, positions, COLS).to(dtype), ROWS)
@@ -27,7 +26,7 @@ def sparse_rows(positions: int = 11, dtype: torch.dtype = torch.float32) -> Spar
 FORMS = {"dense": dense, "factored": factored, "sparse rows": sparse_rows}
 
 
-def materialised(gradient: PerSampleGradient) -> Tensor:
+def materialised(gradient):
     """Returns the gradients (B, m, n), from the definition of each form."""
     if isinstance(gradient, GradientSum):
         return torch.stack([materialised(part) for part in gradient.parts]).sum(0)

@@ -12,21 +12,19 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import huggingface_hub
-import pytest
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
 
 Answer = tuple[int, Any, dict[str, str]]  # status, content, headers
 
-HTTP: Any = sys.modules[type(_http.default_client_factory()).__module__.partition(".")[0]]
+HTTP = sys.modules[type(_http.default_client_factory()).__module__.partition(".")[0]]
 """The HTTP library of the client: httpx, or its successor."""
 TOKEN, USER = "hf_of_the_tests", "tester"
 _LARGE = re.compile(r"\.(safetensors|bin|pt|pth|model|h5)$")
@@ -50,7 +48,7 @@ class Commit:
     files: dict[str, bytes]
 
     @property
-    def oid(self) -> str:
+    def oid(self):
         content = repr(sorted(self.files.items())) + self.message
         return hashlib.sha1(content.encode()).hexdigest()
 
@@ -77,7 +75,7 @@ class Fault:
     times: int = 1
     after: bool = False
 
-    def meets(self, method: str, path: str) -> bool:
+    def meets(self, method, path):
         return self.times > 0 and method == self.method and bool(re.search(self.pattern, path))
 
 
@@ -91,24 +89,24 @@ class Hub:
     faults: list[Fault] = field(default_factory=list)
     hold: threading.Event = field(default_factory=threading.Event)  # commits wait while it is clear
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.hold.set()
 
-    def add(self, repo: str, files: dict[str, bytes], branch: str = "main") -> None:
+    def add(self, repo, files, branch="main"):
         """Puts files there that somebody else published."""
         made = self.repos.setdefault(repo, Repo(False, {}))
         before = made.branches.setdefault(branch, [Commit("initial commit", {})])
         before.append(Commit("by hand", before[-1].files | files))
 
-    def files(self, repo: str, branch: str = "main") -> dict[str, bytes]:
+    def files(self, repo, branch="main"):
         """Returns what a visitor sees."""
         return self.repos[repo].branches[branch][-1].files
 
-    def messages(self, repo: str, branch: str = "main") -> list[str]:
+    def messages(self, repo, branch="main"):
         """Returns the messages of the commits but the initial one."""
         return [commit.message for commit in self.repos[repo].branches[branch][1:]]
 
-    def sent(self) -> bytes:
+    def sent(self):
         """Returns all that the client has sent, uploads in JSON decoded."""
         parts = []
         for request in self.requests:
@@ -119,7 +117,7 @@ class Hub:
 
 
 @contextmanager
-def serve_as_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def serve_as_the_hub(monkeypatch):
     """Gives huggingface_hub's client a Hub for the real one; it never waits to retry."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -132,7 +130,7 @@ def serve_as_the_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     huggingface_hub.set_client_factory(_http.default_client_factory)
 
 
-def _client(hub: Hub) -> Any:
+def _client(hub):
     usual, transport = _http.default_client_factory(), HTTP.MockTransport(_Handler(hub))
     return HTTP.Client(
         transport=transport, event_hooks=usual.event_hooks, follow_redirects=usual.follow_redirects
@@ -145,7 +143,7 @@ class _NoWaiting:
 
 
 class _Refused(Exception):
-    def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
+    def __init__(self, status, code, message, **headers):
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
 
@@ -153,10 +151,10 @@ class _Refused(Exception):
 class _Handler:
     """One request: looks for a fault, then for the route, then answers."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub):
         self.hub = hub
 
-    def __call__(self, request: Any) -> Any:
+    def __call__(self, request):
         path, body = request.url.raw_path.decode(), request.content
         self.hub.requests.append(Request(path, str(dict(request.headers)), body))
         fault = next((f for f in self.hub.faults if f.meets(request.method, path)), None)
@@ -182,7 +180,7 @@ class _Handler:
 
     # ---- What is asked for ----
 
-    def _route(self, asked: str, path: str, token: str | None, body: bytes) -> Answer:
+    def _route(self, asked, path, token, body):
         path = path.partition("?")[0]
         if match := re.fullmatch(r"/large/(?P<oid>\w{64})", path):  # signed elsewhere, no token
             if hashlib.sha256(body).hexdigest() != match["oid"]:
@@ -208,7 +206,7 @@ class _Handler:
                 return answer(body, **match.groupdict())
         raise _Refused(404, "", f"{asked} {path} is not known here")
 
-    def _head(self, repo: str, branch: str | None) -> list[Commit]:
+    def _head(self, repo, branch):
         if repo not in self.hub.repos:
             raise _Refused(404, "RepoNotFound", f"{repo} does not exist")
         commits = self.hub.repos[repo].branches
@@ -220,7 +218,7 @@ class _Handler:
             raise _Refused(404, "RevisionNotFound", f"{branch} does not exist")
         return commits[branch or "main"]
 
-    def _create(self, body: bytes) -> Answer:
+    def _create(self, body):
         asked = json.loads(body)
         name = f"{asked.get('organization') or USER}/{asked['name']}"
         url = {"url": f"{constants.ENDPOINT}/{name}", "name": name, "id": name}
@@ -231,13 +229,13 @@ class _Handler:
         self.hub.repos[name] = Repo(private, {"main": [first]})
         return 200, url, {}
 
-    def _validate(self, body: bytes) -> Answer:
+    def _validate(self, body):
         content = json.loads(body)["content"]
         errors = metadata_errors(content)
         wrong = [{"message": error} for error in errors]
         return (400 if errors else 200), {"errors": wrong, "warnings": []}, {}
 
-    def _preupload(self, body: bytes, repo: str, branch: str) -> Answer:
+    def _preupload(self, body, repo, branch):
         there = self._head(repo, branch)[-1].files
         files = []
         for asked in json.loads(body)["files"]:
@@ -247,7 +245,7 @@ class _Handler:
             files.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         return 200, {"files": files}, {}
 
-    def _batch(self, body: bytes, repo: str) -> Answer:
+    def _batch(self, body, repo):
         self._head(repo, None)
         objects = []
         for asked in json.loads(body)["objects"]:
@@ -256,7 +254,7 @@ class _Handler:
             objects.append(asked | known)
         return 200, {"transfer": "basic", "objects": objects}, {}
 
-    def _commit(self, body: bytes, repo: str, branch: str) -> Answer:
+    def _commit(self, body, repo, branch):
         self.hub.hold.wait(30)
         commits = self._head(repo, branch)
         files, message = dict(commits[-1].files), ""
@@ -277,7 +275,7 @@ class _Handler:
         url = f"{constants.ENDPOINT}/{repo}/commit/{oid}"
         return 200, {"commitUrl": url, "commitOid": oid, "pullRequestUrl": None}, {}
 
-    def _tree(self, body: bytes, repo: str, branch: str) -> Answer:
+    def _tree(self, body, repo, branch):
         files = self._head(repo, branch)[-1].files
         entries = [
             {"type": "file", "path": name, "size": len(data), "oid": _oid(data, "regular")}
@@ -285,12 +283,12 @@ class _Handler:
         ]
         return 200, entries, {}
 
-    def _info(self, body: bytes, repo: str, branch: str | None) -> Answer:
+    def _info(self, body, repo, branch):
         head = self._head(repo, branch)[-1]
         siblings = [{"rfilename": name} for name in sorted(head.files)]
         return 200, {"id": repo, "sha": head.oid, "siblings": siblings, "tags": []}, {}
 
-    def _file(self, body: bytes, repo: str, branch: str, name: str) -> Answer:
+    def _file(self, body, repo, branch, name):
         head = self._head(repo, branch)[-1]
         headers = {"X-Repo-Commit": head.oid}
         if name not in head.files:
@@ -299,13 +297,13 @@ class _Handler:
         return 200, data, headers | {"ETag": f'"{_oid(data, "regular")}"'}
 
 
-def _oid(data: bytes, mode: str) -> str:
+def _oid(data, mode):
     if mode == "lfs":
         return hashlib.sha256(data).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def metadata_errors(card: str) -> list[str]:
+def metadata_errors(card):
     """Says what the Hub would refuse in the metadata of a card, as far as that is documented."""
     match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     if match is None:
@@ -323,7 +321,7 @@ def metadata_errors(card: str) -> list[str]:
     lists["language"] = r"[a-z]{2,3}|multilingual|code"
     nested = {"differential_privacy": dict, "model-index": list}
 
-    def is_valid(key: str, value: Any) -> bool:
+    def is_valid(key, value):
         if key in nested:
             return isinstance(value, nested[key])
         values = value if isinstance(value, list) and key in lists else [value]

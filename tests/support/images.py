@@ -2,8 +2,6 @@
 
 import gzip
 import struct
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,27 +15,27 @@ SMALL = {
 }
 
 
-def random_arrays(count: int, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]:
+def random_arrays(count, shape, seed):
     """Images (N, *shape) and labels (N,), both uint8."""
     random = np.random.default_rng(seed)
     images = random.integers(0, 256, (count, *shape), dtype=np.uint8)
     return images, random.integers(0, 10, count, dtype=np.uint8)
 
 
-def both_splits(shape: tuple[int, ...], counts: tuple[int, int] = (6, 4)) -> dict[str, Any]:
+def both_splits(shape, counts=(6, 4)):
     """Arrays of a training and a test split."""
     names = ("train", "test")
     return {n: random_arrays(c, shape, seed=c) for n, c in zip(names, counts, strict=True)}
 
 
-def write_idx(path: Path, array: Any) -> None:
+def write_idx(path, array):
     """Writes bytes as an IDX file, by its description."""
     header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
     packed = gzip.compress if path.suffix == ".gz" else bytes
     path.write_bytes(packed(header + array.tobytes()))
 
 
-def write_mnist(folder: Path, arrays: dict[str, Any], ending: str = ".gz") -> None:
+def write_mnist(folder, arrays, ending=".gz"):
     """Writes the four files of MNIST."""
     for split, name in (("train", "train"), ("test", "t10k")):
         pixels, labels = arrays[split]
@@ -45,9 +43,9 @@ def write_mnist(folder: Path, arrays: dict[str, Any], ending: str = ".gz") -> No
         write_idx(folder / f"{name}-labels-idx1-ubyte{ending}", labels)
 
 
-def words(folder: Path, data: Path, task: str = "MNIST", **changes: Any) -> list[str]:
+def words(folder, data, task="MNIST", **changes):
     """A command line; a value of None leaves an option out."""
-    options: dict[str, Any] = {
+    options = {
         **SMALL,
         **{"config": "paper", "task": task, "dataset_path": data},
         **{"output_dir": folder / "out", "result_dir": folder / "results", **changes},

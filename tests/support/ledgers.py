@@ -1,13 +1,10 @@
 """Ledgers for tests: a mechanism, and edits with the digests left alone or made anew."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 from dp_grape_hf.errors import PrivacyError
-from dp_grape_hf.ledger import LEDGER_NAME, Ledger, Mechanism
+from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from dp_grape_hf.ledger.entries import decoded, extended
 from dp_grape_hf.publishing.model_files import digests
 from tests.support import mechanism
@@ -28,7 +25,7 @@ MECHANISM = replace(
 OF_THE_TRAINER = {"training_args.bin", "trainer_state.json", f".{LEDGER_NAME}.lock"}
 
 
-def ledger_of(steps: int, mechanism: Mechanism = MECHANISM, **start: Any) -> Ledger:
+def ledger_of(steps, mechanism=MECHANISM, **start):
     """Returns the ledger of a run with so many releases."""
     ledger = Ledger.start(mechanism, **start)
     if steps:
@@ -36,7 +33,7 @@ def ledger_of(steps: int, mechanism: Mechanism = MECHANISM, **start: Any) -> Led
     return ledger
 
 
-def note_weights(folder: Path, ledger: Ledger | None = None) -> None:
+def note_weights(folder, ledger=None):
     """Has a ledger, or the folder's own, note what lies in a folder, as saving it does."""
     ledger = ledger or Ledger.load(folder / LEDGER_NAME)
     updates = ledger.steps if ledger.updates is None else ledger.updates
@@ -44,13 +41,13 @@ def note_weights(folder: Path, ledger: Ledger | None = None) -> None:
     ledger.snapshot(updates, files).save(folder / LEDGER_NAME)
 
 
-def content_of(path: Path) -> dict[str, Any]:
+def content_of(path):
     """Returns the content of a file: its version, and its entries as they are, in their lines."""
     version, *entries = map(json.loads, path.read_text().splitlines())
     return {**version, "entries": entries}
 
 
-def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def edit(path, change):
     """Changes the content of a file, and leaves the digests."""
     content = content_of(path)
     change(content)
@@ -58,12 +55,12 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in (content, *entries)))
 
 
-def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def rewrite(path, change):
     """Changes the content of a file and all digests, as far as its entries can be read."""
 
-    def consistently(content: dict[str, Any]) -> None:
+    def consistently(content):
         change(content)
-        links: Any = ()
+        links = ()
         for number, entry in enumerate(content["entries"], 1):
             bare = {name: value for name, value in entry.items() if name != "digest"}
             try:

@@ -4,17 +4,14 @@ Shapes: B samples in a batch.
 """
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.gradients import FlatGradients, FlatTensors, Layout, PerSampleEngine
 from dp_grape_hf.ledger import Ledger, Mechanism
 from dp_grape_hf.mechanism import PrivateMechanism
-from dp_grape_hf.projections import Projector
 
 MECHANISM = Mechanism(
     noise_multiplier=1.0,
@@ -40,37 +37,29 @@ class Given(PerSampleEngine):
     Their forms are kept: the matrix of all gradients has no columns.
     """
 
-    def __init__(self, **shapes: tuple[int, ...]) -> None:
+    def __init__(self, **shapes):
         model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
         super().__init__(model, lambda outputs, labels: outputs)
         self._empty = Layout({}, {})
 
-    def layout(self, projectors: Mapping[str, Projector]) -> Layout:
+    def layout(self, projectors):
         return self._empty
 
-    def __call__(
-        self, inputs: Mapping[str, Any], projectors: Mapping[str, Projector]
-    ) -> tuple[Tensor, FlatGradients]:
+    def __call__(self, inputs, projectors):
         gradients = {name: inputs[name] for name in self.trainable}
         losses = next(iter(gradients.values())).squared_norm()
         flat = torch.zeros(len(losses), 0)
         return losses, FlatGradients(self._empty, flat, gradients, gradients)
 
 
-def coins(seed: int = 0) -> torch.Generator:
+def coins(seed=0):
     """Returns coins that are known, for draws that can be repeated."""
     return torch.Generator().manual_seed(seed)
 
 
 def make_private(
-    per_sample: PerSampleEngine,
-    *,
-    seed: int = 0,
-    noise_generator: torch.Generator | None = None,
-    ledger: Ledger | None = None,
-    distributed: bool = False,
-    **own: Any,
-) -> PrivateMechanism:
+    per_sample, *, seed=0, noise_generator=None, ledger=None, distributed=False, **own
+):
     """Returns an engine whose release is the clipped sum itself, unless told otherwise.
 
     What is not named here is a field of its `Mechanism`.
@@ -85,11 +74,7 @@ def make_private(
     )
 
 
-def released(
-    engine: PrivateMechanism,
-    batches: Sequence[Mapping[str, Any]],
-    projectors: Mapping[str, Projector] | None = None,
-) -> FlatTensors:
+def released(engine, batches, projectors=None):
     """Returns the release of one logical batch, given its physical batches."""
     engine.begin(projectors or {})
     for batch in batches:
@@ -97,38 +82,38 @@ def released(
     return engine.release()
 
 
-def joint_norm(tensors: Mapping[str, Tensor]) -> float:
+def joint_norm(tensors):
     return math.sqrt(sum(value.double().square().sum().item() for value in tensors.values()))
 
 
-def distance(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
+def distance(left, right):
     assert left.keys() == right.keys()
     return joint_norm({name: left[name] - right[name] for name in left})
 
 
-def split(batch: Mapping[str, Tensor], sizes: Sequence[int]) -> list[dict[str, Tensor]]:
+def split(batch, sizes):
     parts = {key: value.split(list(sizes)) for key, value in batch.items()}
     return [{key: part[i] for key, part in parts.items()} for i in range(len(sizes))]
 
 
-def sample_norms(gradients: Mapping[str, Tensor]) -> Tensor:
+def sample_norms(gradients):
     """Returns the norms (B,) over all parameters jointly."""
     squared = [g.double().flatten(1).square().sum(1) for g in gradients.values()]
     return torch.stack(squared).sum(0).sqrt()
 
 
-def in_order(release: FlatTensors, values: Sequence[Tensor]) -> FlatTensors:
+def in_order(release, values):
     """Returns by name what was given in the order in which a release meets the noise."""
     first, *rest = values
     assert [v.shape for v in values] == [release.flat.shape, *map(_shape, release.others.values())]
     return FlatTensors(release.layout, first, dict(zip(release.others, rest, strict=True)), release)
 
 
-def _shape(value: Tensor) -> torch.Size:
+def _shape(value):
     return value.shape
 
 
-def drawn_for(release: FlatTensors, std: float, seed: int) -> FlatTensors:
+def drawn_for(release, std, seed):
     """Returns the noise of a release by name, from a generator of that seed."""
     generator = torch.Generator().manual_seed(seed)
     values = [release.flat, *release.others.values()]

@@ -3,12 +3,10 @@
 Shapes: N examples, B samples in a batch, m x n a weight.
 """
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf.mechanism import Streams
@@ -37,7 +35,7 @@ Weights = dict[str, Tensor]
 Update = Callable[[int, Weights], Weights]
 
 
-def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
+def run(folder, method, **changes):
     """Trains the tiny model; returns its weights before and after every step."""
     watch = Watch()
     model = changes.pop("model", None)
@@ -46,19 +44,17 @@ def run(folder: Path, method: str, **changes: Any) -> list[Weights]:
     return watch.weights
 
 
-def assert_same_steps(
-    found: Iterable[Weights], expected: Iterable[Weights], **tolerance: float
-) -> None:
+def assert_same_steps(found, expected, **tolerance):
     for one, other in zip(found, expected, strict=True):
         assert_same_weights(one, other, **tolerance)
 
 
-def batch_of_all() -> dict[str, Tensor]:
+def batch_of_all():
     examples = points().examples
     return {key: torch.stack([e[key] for e in examples]) for key in ("x", "labels")}
 
 
-def noisy_sum(weights: Weights, noise: Iterable[Tensor], max_grad_norm: float) -> Weights:
+def noisy_sum(weights, noise, max_grad_norm):
     """Returns ``(sum_i clip(g_i, C) + noise) / B`` over all of ``points``, sample by sample."""
     model = TinyForSequenceClassification()
     model.load_state_dict(weights)
@@ -71,16 +67,14 @@ def noisy_sum(weights: Weights, noise: Iterable[Tensor], max_grad_norm: float) -
     }
 
 
-def noise_for(weights: Weights, std: float, generator: torch.Generator) -> list[Tensor]:
+def noise_for(weights, std, generator):
     """Returns noise for each weight; the gradients of all lie in one vector, which is drawn."""
     sizes = [w.numel() for w in weights.values()]
     drawn = torch.empty(sum(sizes)).normal_(0, std, generator=generator).split(sizes)
     return [own.view(w.shape) for own, w in zip(drawn, weights.values(), strict=True)]
 
 
-def definition(
-    start: Weights, steps: int, update: Update, *, max_grad_norm: float = 0.5, std: float = 1.0
-) -> Iterable[Weights]:
+def definition(start, steps, update, *, max_grad_norm=0.5, std=1.0):
     """Yields the weights after each step of a method: clip, add noise of that ``std``, update."""
     weights = dict(start)
     generator = torch.Generator().manual_seed(8)
@@ -99,7 +93,7 @@ NOISY = {
 }
 
 
-def noisy_run(folder: Path, method: str, **changes: Any) -> list[Weights]:
+def noisy_run(folder, method, **changes):
     """Runs a method with noise that ``definition`` can draw again."""
     settings = NOISY | {"known_streams": Streams.seeded(7)} | changes
     return run(folder, method, **settings)
@@ -108,11 +102,11 @@ def noisy_run(folder: Path, method: str, **changes: Any) -> list[Weights]:
 class Moments:
     """Adam of one array of numbers, as in the textbook; 1e-2 is the learning rate of the tests."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.first = self.second = torch.zeros(())
         self.step = 0
 
-    def update(self, gradient: Tensor) -> Tensor:
+    def update(self, gradient):
         """Returns what is taken off the weight."""
         self.step += 1
         self.first = 0.9 * self.first + 0.1 * gradient
@@ -121,9 +115,7 @@ class Moments:
         return 1e-2 * first / (second.sqrt() + 1e-8)
 
 
-def plain_trainer(
-    folder: Path, model: nn.Module, steps: int, data: Any = None, watch: Any = None, **settings: Any
-) -> list[Weights]:
+def plain_trainer(folder, model, steps, data=None, watch=None, **settings):
     """Trains with the Trainer of transformers on all of the data at every step."""
     data, watch = data or points(), watch or Watch()
     settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant"} | settings

@@ -7,7 +7,6 @@ Shapes: B samples in the batch, T positions.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -19,7 +18,6 @@ from tests.models.zoo import (
     PAD as PAD,
     VOCABULARY as VOCABULARY,
     WIDE,
-    Batch,
     Row,
     build as build,
     rows,
@@ -30,7 +28,7 @@ ROWS = rows()
 BY_ROW = {str(entry): entry for entry in (*rows(WIDE), *ROWS)}
 
 
-def row(name: str) -> Row:
+def row(name):
     """Returns the row of that family and task, written ``"BERT, masked LM"``."""
     return BY_ROW[name]
 
@@ -43,13 +41,13 @@ class Case:
     row: Row
     positions: int = 9  # T, for models that fix it
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
-    def model(self, seed: int = 0, **changes: Any) -> Any:
+    def model(self, seed=0, **changes):
         return self.row.model(seed, **{"num_hidden_layers": 2} | changes)
 
-    def batch(self, batch_size: int, positions: int = 9, **settings: Any) -> Batch:
+    def batch(self, batch_size, positions=9, **settings):
         return self.row.batch(batch_size, positions=positions, **settings)
 
 
@@ -67,11 +65,11 @@ TYPICAL = [BY_NAME[name] for name in ("bert-classifier", "gpt2", "llama", "vit")
 """One of each kind: of encoders, of tied tables and transposed weights, of RMSNorm, of images."""
 
 
-def only(name: str) -> Case:
+def only(name):
     return BY_NAME[name]
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
+def without_dropout(model):
     """Returns the model, whose dropout layers pass on all they are given."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -3,11 +3,10 @@
 Shapes: B samples in a batch.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from tests.support.models import only
@@ -19,14 +18,14 @@ Build = Callable[[], nn.Module]
 class Stack(nn.Module):
     """Matrices that are short of positions and long of them, and a table that two layers share."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.table = nn.Embedding(11, 16)
         self.first, self.again = nn.Linear(16, 24), nn.Linear(16, 11, bias=False)
         self.norm, self.last = nn.LayerNorm(24), nn.Linear(24, 16)
         self.again.weight = self.table.weight
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         hidden = self.last(functional.gelu(self.norm(self.first(self.table(x)))))
         return self.again(hidden)
 
@@ -34,12 +33,12 @@ class Stack(nn.Module):
 class Gate(nn.Module):
     """Has no rule, so it runs under vmap: a product with a matrix, a look-up, and a plain use."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.matrix, self.table = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(9, 8))
         self.scale = nn.Parameter(torch.randn(8))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         values = functional.embedding(x, self.table)
         return functional.linear(values, self.matrix).tanh() * self.scale
 
@@ -49,40 +48,40 @@ class Twice(nn.Module):
 
     times = 1
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.first, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.first(x)
         for _ in range(self.times):
             x = self.layer(x).tanh()
         return x
 
 
-def total(outputs: Tensor, labels: Tensor | None) -> Tensor:
+def total(outputs, labels):
     return outputs.flatten(1).sum(1)
 
 
-def gated() -> nn.Module:
+def gated():
     return nn.Sequential(Gate(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 3))
 
 
-def words() -> dict[str, Tensor]:
+def words():
     return {"x": torch.randint(0, 9, (B, 5))}
 
 
-def sequence(build: Build) -> tuple[nn.Module, dict[str, Tensor], Any]:
+def sequence(build):
     model = build()
     inputs = words() if isinstance(model, Stack) else {"input": words()["x"]}
     return model, inputs, lambda outputs, labels: outputs.square().flatten(1).mean(1)
 
 
-def of_zoo(name: str, positions: int) -> tuple[nn.Module, dict[str, Tensor], Any]:
+def of_zoo(name, positions):
     return only(name).model(), only(name).batch(B, positions), None
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor], Any]]] = {
+MODELS = {
     "stack": lambda: sequence(Stack),
     "under vmap": lambda: sequence(gated),
     "bert": lambda: of_zoo("bert-classifier", 9),
@@ -91,6 +90,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor], Any]]] = {
 }
 
 
-def flat(release: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flat(release):
     """Returns a release as if it were the gradients of a single sample, for a comparison."""
     return {name: value[None] for name, value in release.items()}

@@ -1,13 +1,11 @@
 """Weights, projectors and private gradients, and a step of an optimizer with them."""
 
 import io
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.gradients import Layout
-from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.projections import Projector, Side
 
 SHAPES = {"left": (8, 20), "right": (20, 8), "square": (8, 8), "vector": (7,), "number": ()}
@@ -17,13 +15,13 @@ Parameters = dict[str, nn.Parameter]
 Draw = dict[str, Projector]
 
 
-def parameters(dtype: torch.dtype = torch.float32) -> Parameters:
+def parameters(dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {name: nn.Parameter(value.to(dtype)) for name, value in drawn.items()}
 
 
-def draw(seed: int, rank: int = RANK) -> Draw:
+def draw(seed, rank=RANK):
     """Returns a new projector for each matrix, which has the same P for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -32,16 +30,14 @@ def draw(seed: int, rank: int = RANK) -> Draw:
     }
 
 
-def gradients(seed: int, projectors: Draw) -> dict[str, Tensor]:
+def gradients(seed, projectors):
     """Returns gradients, in coordinates where a parameter has a projector."""
     generator = torch.Generator().manual_seed(1000 + seed)
     full = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {n: projectors[n].project(g) if n in projectors else g for n, g in full.items()}
 
 
-def step(
-    optimizer: ProjectedOptimizer, weights: Parameters, number: int, projectors: Draw | None = None
-) -> None:
+def step(optimizer, weights, number, projectors=None):
     """Updates the weights by the gradients of that number, which must stay what they are."""
     projectors = projectors or {}
     found = gradients(number, projectors)
@@ -53,13 +49,7 @@ def step(
     assert all(torch.equal(g, found[name]) for name, g in gradients(number, projectors).items())
 
 
-def flat_step(
-    optimizer: ProjectedOptimizer,
-    weights: Parameters,
-    number: int,
-    projectors: Draw | None = None,
-    beside: tuple[str, ...] = (),
-) -> None:
+def flat_step(optimizer, weights, number, projectors=None, beside=()):
     """Does what ``step`` does, with all gradients but some in one vector."""
     projectors = projectors or {}
     found = gradients(number, projectors)
@@ -75,12 +65,12 @@ def flat_step(
     optimizer.step()
 
 
-def assert_same(found: Parameters, expected: Parameters, **tolerance: float) -> None:
+def assert_same(found, expected, **tolerance):
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, msg=name, **tolerance)
 
 
-def saved_and_loaded(state: dict[str, Any]) -> dict[str, Any]:
+def saved_and_loaded(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

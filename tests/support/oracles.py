@@ -1,37 +1,28 @@
 """The definition of a per-sample gradient, a loop over samples, and how to compare with it."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dp_grape_hf.gradients import Gradients, LossFunction, loss_for, per_sample_gradients
-from dp_grape_hf.projections import Projector
+from dp_grape_hf.gradients import loss_for, per_sample_gradients
 from tests.models.matrix import dense, own_gradients, worst_error
 
 TOLERANCE = 1e-5  # relative, float32
 
 
-def single_sample_gradients(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    projectors: Mapping[str, Projector] | None = None,
-    loss: LossFunction | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def single_sample_gradients(model, inputs, projectors=None, loss=None):
     """Returns losses (B,) and gradients (B, ...) of a loss, each sample alone by autograd."""
     loss = loss or loss_for(model)
 
-    def loss_of(sample: dict[str, Any]) -> Tensor:
+    def loss_of(sample):
         labels = sample.pop("labels", None)
         return loss(model(**sample), labels).squeeze(0)
 
     return own_gradients(model, inputs, projectors, loss_of)
 
 
-def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+def relative_error(found, expected):
     """Returns the largest relative error of one sample's gradient of one parameter."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, gradient in expected.items():
@@ -39,9 +30,7 @@ def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
     return worst_error(found, expected)
 
 
-def assert_gradients_equal(
-    gradients: Gradients, expected: Mapping[str, Tensor], tolerance: float = TOLERANCE
-) -> None:
+def assert_gradients_equal(gradients, expected, tolerance=TOLERANCE):
     """Checks both operations of every gradient: the weighted sum and the squared norm."""
     batch_size = next(iter(expected.values())).shape[0]
     error = relative_error(dense(gradients, batch_size), expected)
@@ -58,13 +47,7 @@ def assert_gradients_equal(
         )
 
 
-def assert_exact(
-    model: nn.Module,
-    inputs: Mapping[str, Any],
-    projectors: Mapping[str, Projector] | None = None,
-    loss: LossFunction | None = None,
-    engine: str = "layerwise",
-) -> Gradients:
+def assert_exact(model, inputs, projectors=None, loss=None, engine="layerwise"):
     """Compares an engine with the loop over single samples; returns the engine's gradients."""
     losses, gradients = per_sample_gradients(
         model, inputs, projections=projectors, loss=loss, engine=engine
@@ -78,13 +61,11 @@ def assert_exact(
 class Largest(TorchDispatchMode):
     """Notes the most numbers that a tensor in memory had, of some types if they are given."""
 
-    def __init__(self, *dtypes: torch.dtype) -> None:
+    def __init__(self, *dtypes):
         super().__init__()
         self.dtypes, self.numbers = dtypes, 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and (not self.dtypes or tensor.dtype in self.dtypes):

@@ -1,9 +1,6 @@
 """A tiny OPT and questions of each kind, as files and as tokens."""
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -11,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.support.models import FIRST_WORD, VOCABULARY, only
 
-ROWS: dict[str, dict[str, Any]] = {
+ROWS = {
     "SST2": {"sentence": "a warm , funny film ", "label": 1},
     "BoolQ": {"passage": "Ice is frozen water.", "question": "is ice water", "answer": True},
     "SQuAD": {
@@ -29,13 +26,13 @@ ROWS: dict[str, dict[str, Any]] = {
 LONG = ("sentence", "passage", "context")
 
 
-def varied(row: dict[str, Any], i: int) -> dict[str, Any]:
+def varied(row, i):
     """Returns the row, with a text of another length that says which it is."""
     texts = {key: f"{value} {i}" + "!" * (i % 4) for key, value in row.items() if key in LONG}
     return {**row, **texts}
 
 
-def byte_level(texts: Sequence[str], vocab_size: int, special: list[str]) -> Tokenizer:
+def byte_level(texts, vocab_size, special):
     """Returns a tokenizer of bytes, and of what is frequent in texts, as of RoBERTa and OPT."""
     bytewise = Tokenizer(models.BPE())
     bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -50,7 +47,7 @@ def byte_level(texts: Sequence[str], vocab_size: int, special: list[str]) -> Tok
     return bytewise
 
 
-def save_model_and_questions(path: Path) -> None:
+def save_model_and_questions(path):
     """Saves a tiny OPT and a tokenizer of bytes, and beside them a folder for each task."""
     texts = [json.dumps(row) for row in ROWS.values()] + [" terrible great Yes No"] * 9
     bytewise = byte_level(texts, 300, ["<s>", "<pad>", "</s>"])
@@ -72,13 +69,11 @@ def save_model_and_questions(path: Path) -> None:
             (path / task / f"{split}.jsonl").write_text("\n".join(lines))
 
 
-def examples(
-    lengths: Sequence[int], options: int, seed: int = 0, longest: int = 3
-) -> list[dict[str, Any]]:
+def examples(lengths, options, seed=0, longest=3):
     """Returns examples of random tokens with prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
 
-    def text(size: int) -> list[int]:
+    def text(size):
         return torch.randint(FIRST_WORD, VOCABULARY, (size,), generator=generator).tolist()
 
     found = []

@@ -1,8 +1,5 @@
 """A tiny encoder and decoder, sentences to repeat, and the trainer of both made private."""
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch.nn import functional
 
@@ -14,7 +11,7 @@ from tests.support.trainers import Examples, make_trainer
 bart = row("BART, seq2seq LM").model
 
 
-def sentences(num_samples: int = 24, seed: int = 0) -> Examples:
+def sentences(num_samples=24, seed=0):
     """Returns sentences of four words to be repeated."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_WORD, VOCABULARY, (num_samples, 4), generator=generator)
@@ -23,7 +20,7 @@ def sentences(num_samples: int = 24, seed: int = 0) -> Examples:
     return Examples([{"input_ids": own, "attention_mask": mask, "labels": own} for own in ids])
 
 
-def seq2seq(output_dir: Path, **changes: Any) -> Any:
+def seq2seq(output_dir, **changes):
     """Returns a trainer of a tiny BART on ``sentences``."""
     settings = {"model": bart(), "train_dataset": sentences()}
     cls, arguments = DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments

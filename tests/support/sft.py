@@ -1,11 +1,8 @@
 """A tiny language model, its words, and TRL's trainer of it made private."""
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import datasets
-import pytest
 import torch
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
@@ -20,7 +17,7 @@ CHAT = (
 )
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer():
     """Returns a tokenizer of whole words, with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -38,18 +35,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def llama() -> LlamaForCausalLM:
+def llama():
     """Returns a model of one layer with these words."""
     special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     sizes = {"vocab_size": len(SPECIAL) + len(WORDS), "num_hidden_layers": 1}
     return only("llama").model(**sizes, **special)
 
 
-def prompts(num_samples: int = 24, seed: int = 0, words: int | None = None) -> datasets.Dataset:
+def prompts(num_samples=24, seed=0, words=None):
     """Returns prompts and completions, of ``words`` words each or of different lengths."""
     generator = torch.Generator().manual_seed(seed)
 
-    def text(length: int) -> str:
+    def text(length):
         chosen = torch.randint(0, len(WORDS), (length,), generator=generator)
         return " ".join(WORDS[i] for i in chosen)
 
@@ -63,21 +60,21 @@ def prompts(num_samples: int = 24, seed: int = 0, words: int | None = None) -> d
 QUIET = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 1e-2}
 
 
-def send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def send_nothing(monkeypatch):
     """Shows no progress bars of ``map``, and makes sending anything an error."""
     datasets.disable_progress_bars()
 
-    def send(**kwargs: Any) -> None:
+    def send(**kwargs):
         raise AssertionError("the run was reported to somebody")
 
     monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", send)
 
 
-def sft(output_dir: Path, **changes: Any) -> Any:
+def sft(output_dir, **changes):
     """Returns a trainer of a tiny Llama on ``prompts``."""
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer  # they need TRL, an optional extra
 
-    settings: dict[str, Any] = {
+    settings = {
         "cls": DPGrapeSFTTrainer,
         "arguments": DPGrapeSFTConfig,
         "model": llama(),
@@ -90,7 +87,7 @@ def sft(output_dir: Path, **changes: Any) -> Any:
 # ---- Pairs ----
 
 
-def pairs(num_pairs: int = 12, seed: int = 0, **columns: list[Any]) -> datasets.Dataset:
+def pairs(num_pairs=12, seed=0, **columns):
     """Returns prompts with two answers of different lengths."""
     chosen, rejected = (prompts(num_pairs + s, seed=seed + s).to_list() for s in (0, 1))
     rows = [
@@ -103,7 +100,7 @@ def pairs(num_pairs: int = 12, seed: int = 0, **columns: list[Any]) -> datasets.
     return found
 
 
-def policy(kind: str, seed: int = 0) -> Any:
+def policy(kind, seed=0):
     """Returns the model of a trainer on pairs, by its kind."""
     made = llama().config
     if kind == "reward":
@@ -112,18 +109,18 @@ def policy(kind: str, seed: int = 0) -> Any:
     return build(cls, lambda **changes: made, {}, seed)
 
 
-def on_pairs(kind: str, output_dir: Path, **changes: Any) -> Any:
+def on_pairs(kind, output_dir, **changes):
     """Returns a trainer of a tiny Llama on ``pairs``: ``dpo`` or ``reward``."""
     from dp_grape_hf import DPGrapeDPOTrainer, DPGrapeRewardTrainer  # they need TRL
 
-    cls: Any = {"dpo": DPGrapeDPOTrainer, "reward": DPGrapeRewardTrainer}[kind]
+    cls = {"dpo": DPGrapeDPOTrainer, "reward": DPGrapeRewardTrainer}[kind]
     own = {name: changes.pop(name) for name in ("ref_model",) if name in changes}
     if kind == "dpo" and "peft_config" not in changes:
         own.setdefault("ref_model", policy(kind, seed=1))
     settings = {"model": policy(kind), "train_dataset": pairs(), "processing_class": tokenizer()}
     return make_trainer(
         output_dir,
-        cls=partial(cls, **own),  # type: ignore[arg-type]
+        cls=partial(cls, **own),
         arguments=cls.arguments_class,
         **{**settings, **QUIET, **changes},
     )

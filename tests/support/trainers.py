@@ -3,20 +3,17 @@
 Shapes: N examples, B samples in a batch.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, DPGrapeTrainingArguments, PrivacyError
-from dp_grape_hf.mechanism import LogicalBatch
 from dp_grape_hf.phases import RELEASED, Observer
 from dp_grape_hf.trainer.mixin import DPGrapeMixin
 from recipes.paper.methods import METHODS, PaperArguments
@@ -34,23 +31,21 @@ TRAINER_KEYWORDS = (
 class TinyForSequenceClassification(nn.Module):
     """Two layers on plain features; ``id`` only travels with the example, for tests to see."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.body = nn.Linear(FEATURES, WIDTH)
             self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward(
-        self, x: Tensor, labels: Tensor | None = None, id: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, x, labels=None, id=None):
         logits = self.head(torch.tanh(self.body(x)))
         if labels is None:
             return {"logits": logits}
         return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def adapted(model: nn.Module, *layers: str) -> nn.Module:
+def adapted(model, *layers):
     """Returns a model with LoRA on some layers, none of whose weights are zero."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -61,23 +56,23 @@ def adapted(model: nn.Module, *layers: str) -> nn.Module:
     return adapter
 
 
-def tiny(method: str) -> nn.Module:
+def tiny(method):
     model = TinyForSequenceClassification()
     return adapted(model, "body") if METHODS[method].adapter else model
 
 
 class Examples(Dataset[dict[str, Any]]):
-    def __init__(self, examples: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, examples):
         self.examples = examples
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.examples)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         return self.examples[index]
 
 
-def points(num_samples: int = 24, seed: int = 0) -> Examples:
+def points(num_samples=24, seed=0):
     """Returns labelled random points, of a rule that can be learnt; each knows its ``id``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num_samples, FEATURES, generator=generator)
@@ -89,14 +84,14 @@ SIZES = (3, 1, 4, 1, 2, 5, 1, 7)  # of the units of the data below
 OWNERS = [f"u{unit}" for unit, size in enumerate(SIZES) for _ in range(size)]
 
 
-def owned(owners: Any = OWNERS, seed: int = 0) -> Examples:
+def owned(owners=OWNERS, seed=0):
     """Returns the points of some owners, in an order that keeps none of them together."""
     order = torch.randperm(len(owners), generator=torch.Generator().manual_seed(5)).tolist()
     rows = points(len(owners), seed).examples
     return Examples([rows[i] | {"user": owners[i], "id": i} for i in order])
 
 
-def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
+def examples_of(name, num_samples=12, **settings):
     """Returns examples for the model of that name in ``tests.support.models``."""
     batch = only(name).batch(num_samples, **settings)
     return Examples([{key: v[i] for key, v in batch.items()} for i in range(num_samples)])
@@ -105,7 +100,7 @@ def examples_of(name: str, num_samples: int = 12, **settings: Any) -> Examples:
 # ---- Trainers ----
 
 
-OF_HOST: dict[str, Any] = {
+OF_HOST = {
     "save_strategy": "no",
     "report_to": "none",
     "disable_tqdm": True,
@@ -127,9 +122,7 @@ DEFAULTS = QUIET | {
 the method says otherwise, and P of DP-GRAPE is Gaussian: it needs no inputs."""
 
 
-def make_args(
-    output_dir: Path | str, arguments: Any = None, chooses: bool = False, **changes: Any
-) -> Any:
+def make_args(output_dir, arguments=None, chooses=False, **changes):
     """Returns arguments of a class, with ``DEFAULTS``, or epsilon 8 alone, and changes."""
     settings = {"output_dir": str(output_dir)} | (QUIET if chooses else DEFAULTS)
     if chooses:
@@ -147,14 +140,8 @@ def make_args(
 
 
 def make_trainer(
-    output_dir: Path | str,
-    *,
-    cls: type[DPGrapeMixin] = DPGrapeTrainer,
-    arguments: Any = None,
-    model: nn.Module | None = None,
-    train_dataset: Any = None,
-    **changes: Any,
-) -> Any:
+    output_dir, *, cls=DPGrapeTrainer, arguments=None, model=None, train_dataset=None, **changes
+):
     """Returns a trainer of ``TinyForSequenceClassification`` on ``points``.
 
     ``changes`` are keywords of the trainer or of its arguments, whichever they name; ``arguments``
@@ -171,14 +158,14 @@ def make_trainer(
     )
 
 
-def trained_in(folder: Path | str, **changes: Any) -> Any:
+def trained_in(folder, **changes):
     """Returns the trainer of ``make_trainer`` after it has trained."""
     trainer = make_trainer(folder, **changes)
     trainer.train()
     return trainer
 
 
-def assert_refused(trainer: Any, match: str, error: type[Exception] = PrivacyError) -> None:
+def assert_refused(trainer, match, error=PrivacyError):
     """Training stops with a matching error before the first release."""
     with pytest.raises(error, match=match):
         trainer.train()
@@ -193,7 +180,7 @@ EXACT = {
 """Arguments of a run without any chance in it but the projection."""
 
 
-def no_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+def no_loss(outputs, labels, num_items_in_batch=None):
     """A loss (B,) whose gradient is next to nothing: whatever moves is noise."""
     return outputs["logits"].sum(1) * 1e-12
 
@@ -204,13 +191,11 @@ def no_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor
 class RecordingTrainer(DPGrapeTrainer):
     """Remembers which examples each update was made from."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.draws: list[list[int]] = []
+        self.draws = []
 
-    def training_step(
-        self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None
-    ) -> Tensor:
+    def training_step(self, model, inputs, num_items_in_batch=None):
         ids = [int(i) for physical in inputs for i in physical["id"]]
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.draws.append(ids)
@@ -220,40 +205,40 @@ class RecordingTrainer(DPGrapeTrainer):
 class Watch(TrainerCallback):
     """Keeps logs, and the weights before the first and after every step."""
 
-    def __init__(self, stop_at: int | None = None) -> None:
+    def __init__(self, stop_at=None):
         self.stop_at = stop_at
-        self.logs: list[dict[str, Any]] = []
-        self.weights: list[dict[str, Tensor]] = []
-        self.events: list[str] = []
+        self.logs = []
+        self.weights = []
+        self.events = []
         for name in ("epoch_end", "evaluate", "save"):
             setattr(self, f"on_{name}", lambda *_, name=name, **__: self.events.append(name))
 
-    def keep(self, model: nn.Module) -> None:
+    def keep(self, model):
         """Keeps the weights of now."""
         self.weights.append(weights_of(model))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args, state, control, **kwargs):
         self.events.append("train_begin")
         self.keep(kwargs["model"])
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         self.events.append("step_end")
         self.keep(kwargs["model"])
         if state.global_step == self.stop_at:
             control.should_training_stop = True
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(dict(logs))
 
-    def moves(self) -> list[dict[str, Tensor]]:
+    def moves(self):
         """Returns what each step added to the weights."""
         pairs = zip(self.weights, self.weights[1:], strict=False)
         return [{name: new[name] - old[name] for name in new} for old, new in pairs]
 
 
-def assert_turns(draws: list[Any], bands: int) -> dict[Any, int]:
+def assert_turns(draws, bands):
     """Nobody takes part twice in as many steps as there are bands; returns who took part, last."""
-    last: dict[Any, int] = {}
+    last = {}
     for step, draw in enumerate(draws):
         for one in draw:
             assert step - last.get(one, -bands) >= bands
@@ -264,19 +249,19 @@ def assert_turns(draws: list[Any], bands: int) -> dict[Any, int]:
 class Releases(Observer):
     """Keeps a copy of every release."""
 
-    def __init__(self) -> None:
-        self.releases: list[dict[str, Tensor]] = []
+    def __init__(self):
+        self.releases = []
 
-    def computed(self, name: str, values: dict[str, Tensor]) -> None:
+    def computed(self, name, values):
         if name == RELEASED:
             self.releases.append({n: value.clone() for n, value in values.items()})
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def weights_of(model):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def assert_same_weights(actual: Any, expected: Any, **tolerance: float) -> None:
+def assert_same_weights(actual, expected, **tolerance):
     """Compares two dictionaries of weights, exactly unless a tolerance is given."""
     tolerance = tolerance or {"atol": 0.0, "rtol": 0.0}
     for name, value in expected.items():
@@ -284,7 +269,7 @@ def assert_same_weights(actual: Any, expected: Any, **tolerance: float) -> None:
     assert actual.keys() == expected.keys()
 
 
-def spy_releases(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Tensor]]:
+def spy_releases(monkeypatch):
     """Returns a list that every release of trainers that are made later is copied to."""
     seen = Releases()
     monkeypatch.setattr(DPGrapeMixin, "observer", seen)

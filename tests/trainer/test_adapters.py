@@ -1,8 +1,5 @@
 """An adapter in fixed directions trains as DP-GRAPE does, also beside weights in 4 and 8 bits."""
 
-from pathlib import Path
-from typing import Any
-
 import peft
 import pytest
 import torch
@@ -28,12 +25,12 @@ SETTINGS = {"projection_rank": 2, "max_steps": 4, "learning_rate": 0.02}
 PRINCIPAL = {"projection": "principal", "projection_update_steps": None}
 
 
-def llama() -> Any:
+def llama():
     return without_dropout(only("llama").model(bos_token_id=1))  # 0 is the padding
 
 
 @pytest.mark.slow
-def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_change_is_that_of_dp_grape(tmp_path, monkeypatch):
     """With the same weights trained, no noise and no clipping."""
     monkeypatch.setattr(principal, "_TURNS", 100)  # random weights have no few directions
     for module in (principal, probes):  # which are worse conditioned on fewer tokens
@@ -61,7 +58,7 @@ def test_its_change_is_that_of_dp_grape(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning")  # its base is gone
 @pytest.mark.slow
 @pytest.mark.parametrize("how", QUANTISED)
-def test_it_trains_beside_weights_in_few_bits(how: str, tmp_path: Path) -> None:
+def test_it_trains_beside_weights_in_few_bits(how, tmp_path):
     base = quantised(llama(), how)
     model, watch = principal_adapter(base, 2), Watch()
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
@@ -88,7 +85,7 @@ def test_it_trains_beside_weights_in_few_bits(how: str, tmp_path: Path) -> None:
     assert all(watch.weights[-1][name].abs().max() > 0 for name in trained)
 
 
-def test_directions_may_be_trained_and_be_those_of_other_inputs() -> None:
+def test_directions_may_be_trained_and_be_those_of_other_inputs():
     batch = {k: v for k, v in only("llama").batch(4).items() if k != "labels"}
     model = principal_adapter(llama(), 2, inputs=lambda: [batch], train_directions=True)
     usual = principal_adapter(llama(), 2)

@@ -6,10 +6,8 @@ Where a library below fails over examples, its error goes on, with a note of our
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator
 from dataclasses import fields
-from pathlib import Path
-from typing import Any, get_type_hints
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -34,7 +32,7 @@ EDGES = [
 VALID = {"output_dir": "unused", "report_to": "none", "use_cpu": True, "target_delta": 1e-3}
 
 
-def spellings(value: Any) -> Iterator[str]:
+def spellings(value):
     """Yields how a message may show a value: as it is, or as the number that was read."""
     yield repr(value)
     for read in (float, int):
@@ -44,7 +42,7 @@ def spellings(value: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", slow_but(("target_epsilon",), NAMES))
-def test_an_extreme_value_is_accepted_or_refused_by_name(name: str) -> None:
+def test_an_extreme_value_is_accepted_or_refused_by_name(name):
     kind = HINTS[name]
     for edge in EDGES:
         noise = None if name == "target_epsilon" and edge is not None else 1.0
@@ -64,7 +62,7 @@ def test_an_extreme_value_is_accepted_or_refused_by_name(name: str) -> None:
         assert value == value, "not a number is no value of any argument"
 
 
-def refusal_of(dataset: Any) -> str:
+def refusal_of(dataset):
     """Trains on all examples; returns our refusal, or the error from below and our note."""
     size = max(1, min(24, len(dataset))) if hasattr(dataset, "__len__") else 1
     settings = {"per_device_train_batch_size": size, "max_steps": 2}
@@ -80,21 +78,21 @@ def refusal_of(dataset: Any) -> str:
     return "\n".join([f"{failure}", *notes])
 
 
-def _each(change: Callable[[dict[str, Any]], Any], *only: int) -> Examples:
+def _each(change, *only):
     whole = points(24).examples
     return Examples([change(dict(e)) if not only or e["id"] in only else e for e in whole])
 
 
-def _without(name: str) -> Callable[[dict[str, Any]], Any]:
+def _without(name):
     return lambda e: {key: value for key, value in e.items() if key != name}
 
 
-def _with(name: str, value: Any) -> Callable[[dict[str, Any]], Any]:
+def _with(name, value):
     return lambda e: {**e, name: value}
 
 
 class Longer(Examples):
-    def __len__(self) -> int:
+    def __len__(self):
         return 30
 
 
@@ -103,7 +101,7 @@ class Leaky(Examples):
 
     first = 2
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if index >= self.first:
             raise ValueError("could not convert string to float: 'Ada Lovelace'")
         return super().__getitem__(index)
@@ -113,7 +111,7 @@ class Failing(Leaky):
     first = 0
 
 
-BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
+BAD_DATA = {
     "empty": (lambda: [], "train_dataset is empty"),
     "a generator": (lambda: (e for e in points(24).examples), "list(...)"),
     "a text": (lambda: "a" * 24, "train_dataset[0] is str"),
@@ -133,12 +131,12 @@ BAD_DATA: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("fault", slow_but(("one None", "too long"), BAD_DATA))
-def test_bad_data_is_refused_and_described(fault: str) -> None:
+def test_bad_data_is_refused_and_described(fault):
     make, expected = BAD_DATA[fault]
     assert expected in refusal_of(make())
 
 
-def test_what_is_described_has_no_values_sizes_or_inner_keys() -> None:
+def test_what_is_described_has_no_values_sizes_or_inner_keys():
     first = {"x": torch.full((2,), 7.5), "name": "Ada", "ids": [41, 42], "age": 36}
     first["extra"] = {"Ada": 1, "Bob": 2}
     text = described([first, {**first, "ids": [0] * 43}])
@@ -150,7 +148,7 @@ def test_what_is_described_has_no_values_sizes_or_inner_keys() -> None:
     assert text.endswith("and train_dataset[2] cannot be fetched (ValueError).")
 
 
-def test_errors_that_do_not_concern_data_are_unchanged() -> None:
+def test_errors_that_do_not_concern_data_are_unchanged():
     for error in (
         *(PrivacyError("ours"), OSError("disk"), torch.OutOfMemoryError("full")),
         *(NotImplementedError("aten::foo"), RuntimeError("CUDA error: device-side assert")),
@@ -163,7 +161,7 @@ def test_errors_that_do_not_concern_data_are_unchanged() -> None:
         assert not hasattr(error, "__notes__")
 
 
-def test_an_empty_text_is_named_as_the_trouble(tmp_path: Path) -> None:
+def test_an_empty_text_is_named_as_the_trouble(tmp_path):
     rows = [
         {"input_ids": torch.tensor([7, 8, 3])[:n], "labels": torch.ones(1).long()} for n in (0, 3)
     ]
@@ -190,9 +188,7 @@ DIED = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
         (DIED, {}, "It failed. A process that fetched examples died"),
     ],
 )
-def test_an_error_over_the_data_goes_on_with_advice(
-    error: Exception, example: dict[str, Any], advice: str
-) -> None:
+def test_an_error_over_the_data_goes_on_with_advice(error, example, advice):
     said = error.args
     with pytest.raises(type(error)) as raised, explaining_bad_data([example], "It"):
         raise error

@@ -3,8 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +30,7 @@ from tests.support.trainers import (
     trained_in,
 )
 
-BANDED: dict[str, Any] = {
+BANDED = {
     "noise": "banded",
     "target_epsilon": 8.0,
     "target_delta": 1e-4,
@@ -42,7 +40,7 @@ BANDED: dict[str, Any] = {
 MANY = 120  # examples
 
 
-def _trainer(folder: Path, **changes: Any) -> Any:
+def _trainer(folder, **changes):
     data = points(MANY)
     return make_trainer(folder, train_dataset=data, **{**BANDED, **changes})
 
@@ -50,7 +48,7 @@ def _trainer(folder: Path, **changes: Any) -> Any:
 # ---- What a run counts ----
 
 
-def test_a_banded_runs_ledger_and_card_state_its_turns(tmp_path: Path) -> None:
+def test_a_banded_runs_ledger_and_card_state_its_turns(tmp_path):
     watch = Watch()
     trainer = _trainer(tmp_path, cls=RecordingTrainer, callbacks=[watch])
     trainer.train()
@@ -83,7 +81,7 @@ def test_a_banded_runs_ledger_and_card_state_its_turns(tmp_path: Path) -> None:
     assert f"accounted as {accounted}" in found
 
 
-def test_a_new_loader_has_the_groups_of_the_run(tmp_path: Path) -> None:
+def test_a_new_loader_has_the_groups_of_the_run(tmp_path):
     """In a loop that asks for one in each epoch, also in the middle of a round of groups."""
     trainer = _trainer(tmp_path)
     model, draws = trainer.start(), []
@@ -98,7 +96,7 @@ def test_a_new_loader_has_the_groups_of_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["twice", "two loaders", "before the start"])
-def test_a_batch_out_of_order_is_refused(how: str, tmp_path: Path) -> None:
+def test_a_batch_out_of_order_is_refused(how, tmp_path):
     trainer = _trainer(tmp_path, max_steps=24)
     early = next(iter(trainer.get_train_dataloader()))
     model = trainer.start()
@@ -111,7 +109,7 @@ def test_a_batch_out_of_order_is_refused(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_units_take_turns(tmp_path: Path) -> None:
+def test_units_take_turns(tmp_path):
     owners = [f"u{number}" for number in range(60) for _ in range(2)]
     trainer = trained_in(
         tmp_path,
@@ -125,14 +123,12 @@ def test_units_take_turns(tmp_path: Path) -> None:
     assert assert_turns([{owners[n] for n in draw} for draw in trainer.draws], bands)
 
 
-def test_a_projection_that_is_redrawn_is_told(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_projection_that_is_redrawn_is_told(caplog, tmp_path):
     _trainer(tmp_path, projection="gaussian", projection_update_steps=6)
     assert "cancels only between two redraws" in caplog.text
 
 
-def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
+def test_rates_are_chosen_for_what_is_left(tmp_path):
     """Less noise in the weights for a rate, so larger rates for the same noise."""
     rates = {}
     for noise in ("independent", "banded"):
@@ -164,7 +160,7 @@ def test_rates_are_chosen_for_what_is_left(tmp_path: Path) -> None:
 class WideForSequenceClassification(TinyForSequenceClassification):
     """The tiny one with 5,000 numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.body = nn.Linear(FEATURES, 500)
         self.head = nn.Linear(500, CLASSES)
@@ -174,9 +170,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 5}
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_a_new_block_within_the_budget(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_a_new_block_within_the_budget(caplog, tmp_path):
     stopped = _trainer(tmp_path, callbacks=[Watch(stop_at=5)], **SAVING)
     stopped.train()
     resumed = _trainer(tmp_path, cls=RecordingTrainer, **SAVING)
@@ -206,16 +200,14 @@ def test_a_resumed_run_is_a_new_block_within_the_budget(
         ({"save_steps": 5, "noise": "independent"}, False),
     ],
 )
-def test_unfavourable_save_steps_are_reported_when_a_run_starts(
-    changes: dict[str, Any], advised: bool, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_unfavourable_save_steps_are_reported_when_a_run_starts(changes, advised, caplog, tmp_path):
     _trainer(tmp_path, **SAVING | changes).start()
     assert caplog.text.count("another multiple of 3") == advised
     assert caplog.text.count("save_steps=") == 2 * advised
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_no_memory_of_noise(releases: Any, tmp_path: Path) -> None:
+def test_a_resumed_run_has_no_memory_of_noise(releases, tmp_path):
     """Its first release is as that of a run that begins, and has nothing of those before it.
 
     5,000 numbers of noise alone: standard deviations within five of theirs, and correlations.
@@ -237,7 +229,7 @@ def test_a_resumed_run_has_no_memory_of_noise(releases: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_no_noise(tmp_path):
     """Its files are those of a run with independent noise, and as large."""
     sizes = []
     for noise in ("independent", "banded"):
@@ -258,14 +250,12 @@ def test_a_checkpoint_holds_no_noise(tmp_path: Path) -> None:
         ({"noise": "correlated"}, "one of"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(
-    changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_what_does_not_go_with_it_is_refused(changes, words, tmp_path):
     with pytest.raises(PrivacyError, match=words):
         _trainer(tmp_path, **changes)
 
 
-CHOSEN: dict[str, Any] = {
+CHOSEN = {
     "learning_rate": None,
     "projection": "principal",
     "projection_update_steps": None,
@@ -273,7 +263,7 @@ CHOSEN: dict[str, Any] = {
 }
 
 
-def _chosen(folder: Path, *, pretrained: bool = True, **changes: Any) -> Any:
+def _chosen(folder, *, pretrained=True, **changes):
     model = only("bert-classifier").model()
     for name, weight in model.named_parameters():
         if "LayerNorm.weight" in name:  # which training moves
@@ -286,7 +276,7 @@ def _chosen(folder: Path, *, pretrained: bool = True, **changes: Any) -> Any:
     )
 
 
-def test_noise_is_correlated_where_rates_are_chosen(tmp_path: Path) -> None:
+def test_noise_is_correlated_where_rates_are_chosen(tmp_path):
     """In as much memory as half of the weights take, which for this model is not much."""
     trainer = _chosen(tmp_path)
     bands = len(trainer.plan.mechanism.bands)
@@ -302,7 +292,7 @@ def test_noise_is_correlated_where_rates_are_chosen(tmp_path: Path) -> None:
     assert most * numbers <= weights / 2 < (most + 1) * numbers
 
 
-INDEPENDENT: list[dict[str, Any]] = [
+INDEPENDENT = [
     {"update_rule": "adam"},
     {"learning_rate": 1e-2},
     {"target_epsilon": None, "noise_multiplier": 1.0},
@@ -315,7 +305,7 @@ INDEPENDENT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("changes", slow_but([str(own) for own in INDEPENDENT[:3]], INDEPENDENT))
-def test_otherwise_it_is_independent(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_otherwise_it_is_independent(changes, tmp_path):
     """Also where one buffer of all the weights would be more than half of them."""
     trainer = _chosen(tmp_path, **changes)
     assert trainer.plan.mechanism.noise in (None, "secure")

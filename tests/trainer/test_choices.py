@@ -3,7 +3,6 @@
 import shutil
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from tests.support.marks import slow_but
 WEIGHTS = ("fresh", "pretrained")
 
 
-def choices_of(trainer: Any) -> tuple[Any, ...]:
+def choices_of(trainer):
     """Returns all that was chosen, as the parts of the run have it."""
-    rates: dict[str, float] = {}
+    rates = {}
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     for group in trainer.optimizer.param_groups:
         rates |= {names[id(p)]: group["initial_lr"] for p in group["params"]}
@@ -38,7 +37,7 @@ Begin = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def stopped(tmp_path_factory):
     """Trainers that stopped after their first checkpoint, by their weights."""
     trainers = {}
     for weights in WEIGHTS:
@@ -49,10 +48,10 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
+def begin(stopped, tmp_path):
     """Returns one of these trainers, and copies the folder of its run to ``tmp_path``."""
 
-    def copied(weights: str) -> Any:
+    def copied(weights):
         shutil.copytree(stopped[weights].args.output_dir, tmp_path, dirs_exist_ok=True)
         return stopped[weights]
 
@@ -60,16 +59,14 @@ def begin(stopped: dict[str, Any], tmp_path: Path) -> Begin:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_resuming_keeps_the_choices_even_for_another_model(
-    begin: Begin, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_keeps_the_choices_even_for_another_model(begin, weights, tmp_path, monkeypatch):
     """One is loaded from the checkpoint of a fresh model, the other made by ``model_init``.
 
     Also if another version would choose another batch. Nothing is measured: ``test_remembered``.
     """
     begun = begin(weights)
     monkeypatch.setattr(plan, "usual_batch_size", lambda *args: 5)
-    model: Any = partial(model_of, "fresh")
+    model = partial(model_of, "fresh")
     if weights == "fresh":
         model = BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{EVERY}")
     resumed = saving_trainer_of(tmp_path, model)
@@ -79,7 +76,7 @@ def test_resuming_keeps_the_choices_even_for_another_model(
 
 
 @pytest.mark.slow
-def test_a_run_that_was_resumed_is_resumed_once_more(begin: Begin, tmp_path: Path) -> None:
+def test_a_run_that_was_resumed_is_resumed_once_more(begin, tmp_path):
     """An option that was given in between, as it was chosen, stays known as chosen."""
     begun = begin("fresh")
     between = saving_trainer_of(tmp_path, model_of("fresh"), stop_at=2 * EVERY, projection_rank=16)
@@ -92,9 +89,7 @@ def test_a_run_that_was_resumed_is_resumed_once_more(begin: Begin, tmp_path: Pat
 
 
 @pytest.mark.parametrize("weights", slow_but(("pretrained",), WEIGHTS))
-def test_a_checkpoint_without_choices_is_resumed(
-    begin: Begin, weights: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_choices_is_resumed(begin, weights, tmp_path):
     begin(weights)
     (tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME).unlink()
     resumed = saving_trainer_of(tmp_path, model_of(weights))
@@ -110,18 +105,14 @@ def test_a_checkpoint_without_choices_is_resumed(
         ({"expected_batch_size": 8}, r"expected_batch_size=8.* \(recorded: 9"),
     ],
 )
-def test_other_options_than_those_chosen_are_refused(
-    begin: Begin, changes: dict[str, Any], message: str, tmp_path: Path, releases: Any
-) -> None:
+def test_other_options_than_those_chosen_are_refused(begin, changes, message, tmp_path, releases):
     begin("fresh")
     with pytest.raises(PrivacyError, match=message):
         saving_trainer_of(tmp_path, model_of("fresh"), **changes).train(resume_from_checkpoint=True)
     assert releases == []
 
 
-def test_other_trained_parameters_than_those_chosen_are_refused(
-    begin: Begin, tmp_path: Path
-) -> None:
+def test_other_trained_parameters_than_those_chosen_are_refused(begin, tmp_path):
     begin("fresh")
     model = model_of("fresh")
     model.bert.embeddings.requires_grad_(False)
@@ -132,7 +123,7 @@ def test_other_trained_parameters_than_those_chosen_are_refused(
 # ---- The file ----
 
 
-def test_choices_are_in_checkpoints_and_are_never_published(begin: Begin, tmp_path: Path) -> None:
+def test_choices_are_in_checkpoints_and_are_never_published(begin, tmp_path):
     trainer = begin("pretrained")
     trainer.save_model(str(tmp_path / "saved"))
     choices = Choices.load(tmp_path / f"checkpoint-{EVERY}")
@@ -143,7 +134,7 @@ def test_choices_are_in_checkpoints_and_are_never_published(begin: Begin, tmp_pa
     assert CHOICES_NAME not in trainer.ledger.saved[-1].files, "what is published"
 
 
-def test_a_checkpoint_with_cut_choices_is_not_whole(begin: Begin, tmp_path: Path) -> None:
+def test_a_checkpoint_with_cut_choices_is_not_whole(begin, tmp_path):
     begin("fresh")
     path = tmp_path / f"checkpoint-{EVERY}" / CHOICES_NAME
     path.write_text(path.read_text()[:-9])
@@ -151,6 +142,6 @@ def test_a_checkpoint_with_cut_choices_is_not_whole(begin: Begin, tmp_path: Path
         saving_trainer_of(tmp_path, model_of("fresh")).train(resume_from_checkpoint=True)
 
 
-def test_a_run_with_a_learning_rate_has_no_choices(tmp_path: Path) -> None:
+def test_a_run_with_a_learning_rate_has_no_choices(tmp_path):
     saving_trainer_of(tmp_path, model_of("fresh"), stop_at=EVERY, learning_rate=1e-3).train()
     assert Choices.load(tmp_path / f"checkpoint-{EVERY}") is None

@@ -1,7 +1,5 @@
 """Runs with ``torch_compile=True``."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -13,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")  # the tr
 
 
 @pytest.mark.slow
-def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path: Path) -> None:
+def test_a_compiled_run_ends_with_the_uncompiled_weights(tmp_path):
     """The batches of a physical size are padded to it, and evaluation is not compiled."""
     case, found = only("roberta-classifier"), []
     settings = EXACT | {"per_device_train_batch_size": 5, "expected_batch_size": 12}

@@ -1,12 +1,9 @@
 """Errors end in logs, so they hold no numbers that depend on the training data."""
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import UNIT_OF_ROW, loss_for
@@ -25,21 +22,21 @@ ODD = re.compile(r"37|41|43")  # every size below is one of them
 ROWS = torch.zeros(37, 2)
 
 
-def _other_labels() -> Any:
+def _other_labels():
     loss = loss_for(only("opt").model())
     return loss({"logits": torch.zeros(37, 43, 8)}, torch.zeros(37, 41, dtype=torch.long))
 
 
-def _packed(examples: Any) -> dict[str, Tensor]:
+def _packed(examples):
     return {"x": ROWS}
 
 
-def _draws_of_others() -> None:
+def _draws_of_others():
     units = read_units([{"user": i} for i in range(41)], "user")
     PoissonBatchSampler(37, 0.5, 1, torch.Generator(), units=units)
 
 
-FAILURES: dict[str, Callable[[], Any]] = {
+FAILURES = {
     "leading sizes": lambda: batch_size_of({"x": ROWS, "labels": torch.zeros(41)}),
     "a loss per row": lambda: checked(torch.zeros(37), 41),
     "a loss per token": lambda: checked(torch.zeros(37, 43), 37),
@@ -52,7 +49,7 @@ FAILURES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_an_error_holds_no_size_of_the_data(failure: str) -> None:
+def test_an_error_holds_no_size_of_the_data(failure):
     with pytest.raises((PrivacyError, ValueError)) as refusal:
         FAILURES[failure]()
     assert not ODD.search(str(refusal.value)), refusal.value

@@ -7,9 +7,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -26,14 +24,7 @@ from dp_grape_hf.trainer.checkpoints import (
 )
 from tests.support.ledgers import note_weights
 from tests.support.marks import slow_but
-from tests.support.trainers import (
-    FEATURES,
-    Examples,
-    Watch,
-    make_trainer,
-    points,
-    trained_in,
-)
+from tests.support.trainers import FEATURES, Examples, Watch, make_trainer, points, trained_in
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 8}
 RESUMED = SAVING | {"save_strategy": "no"}
@@ -42,16 +33,16 @@ RESUMED = SAVING | {"save_strategy": "no"}
 class At(TrainerCallback):
     """Does something at the beginning of one step, counted from 1."""
 
-    def __init__(self, step: int, action: Callable[[], object]) -> None:
+    def __init__(self, step, action):
         self.step, self.action = step, action
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.step - 1:
             self.action()
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(tmp_path_factory):
     """A run of four steps and its checkpoints after two and four; copy it before use."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
     make_trainer(folder, callbacks=[Watch(stop_at=4)], **SAVING).train()
@@ -59,7 +50,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(stopped: Path, tmp_path: Path) -> Path:
+def run(stopped, tmp_path):
     shutil.copytree(stopped, tmp_path / "run")
     return tmp_path / "run"
 
@@ -67,19 +58,19 @@ def run(stopped: Path, tmp_path: Path) -> Path:
 # ---- A checkpoint that is not whole ----
 
 
-def _empty(path: Path) -> None:
+def _empty(path):
     path.write_bytes(b"")
 
 
-def _halve(path: Path) -> None:
+def _halve(path):
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _zero(path: Path) -> None:
+def _zero(path):
     path.write_bytes(bytes(path.stat().st_size))
 
 
-def _make_a_folder(path: Path) -> None:
+def _make_a_folder(path):
     path.unlink()
     path.mkdir()
 
@@ -94,9 +85,7 @@ NEEDED = ("model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.js
         *((NEEDED[0], damage) for damage in (_empty, _zero, _make_a_folder)),
     ],
 )
-def test_a_damaged_file_is_recognised(
-    name: str, damage: Callable[[Path], None], run: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file_is_recognised(name, damage, run, caplog):
     assert fault_of_checkpoint(run / "checkpoint-4") == ""
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
     damage(run / "checkpoint-4" / name)
@@ -111,9 +100,7 @@ def test_a_damaged_file_is_recognised(
 
 
 @pytest.mark.parametrize("damage", [_halve, Path.unlink])
-def test_without_the_ledger_of_a_checkpoint_nothing_is_released(
-    damage: Callable[[Path], None], run: Path, releases: Any
-) -> None:
+def test_without_the_ledger_of_a_checkpoint_nothing_is_released(damage, run, releases):
     """An older checkpoint would do, but whoever deletes the newest ledger should not choose it."""
     damage(run / "checkpoint-4" / LEDGER_NAME)
     with pytest.raises(PrivacyError, match=r"no valid privacy ledger.*Restore"):
@@ -122,7 +109,7 @@ def test_without_the_ledger_of_a_checkpoint_nothing_is_released(
     assert Ledger.load(run / LEDGER_NAME).steps == 4
 
 
-def test_a_run_without_a_whole_checkpoint_says_so(run: Path) -> None:
+def test_a_run_without_a_whole_checkpoint_says_so(run):
     for step in (2, 4):
         _halve(run / f"checkpoint-{step}" / "optimizer.pt")
     with pytest.raises(PrivacyError, match=r"No checkpoint in .*checkpoint-2: optimizer\.pt") as e:
@@ -132,7 +119,7 @@ def test_a_run_without_a_whole_checkpoint_says_so(run: Path) -> None:
     assert last_whole_checkpoint(str(run / "nothing")) is None
 
 
-OTHERS: dict[str, Callable[[Path], object]] = {
+OTHERS = {
     "training_args.bin": _empty,
     "README.md": _empty,
     "notes.json": lambda path: path.write_text("my notes"),
@@ -144,7 +131,7 @@ OTHERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_files_of_others_do_not_make_a_checkpoint_unusable(run: Path) -> None:
+def test_files_of_others_do_not_make_a_checkpoint_unusable(run):
     for name, write in OTHERS.items():
         path = run / "checkpoint-4" / name
         path.parent.mkdir(exist_ok=True)
@@ -152,7 +139,7 @@ def test_files_of_others_do_not_make_a_checkpoint_unusable(run: Path) -> None:
         assert fault_of_checkpoint(run / "checkpoint-4") == "", name
 
 
-def test_every_file_that_was_saved_is_compared(run: Path) -> None:
+def test_every_file_that_was_saved_is_compared(run):
     folder = run / "checkpoint-4"
     (folder / "mine").mkdir()
     (folder / "mine" / "adapter_model.safetensors").write_bytes(b"1")
@@ -169,7 +156,7 @@ def test_every_file_that_was_saved_is_compared(run: Path) -> None:
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 
 
-def _fill(path: Path) -> None:
+def _fill(path):
     """Makes every write to a file fail as on a full disk, with an error of the kernel's."""
     path.parent.mkdir(exist_ok=True)
     path.symlink_to("/dev/full")
@@ -178,13 +165,13 @@ def _fill(path: Path) -> None:
 REPLACE, SAVE_FILE = os.replace, safetensors.torch.save_file
 
 
-def _save_half(state: dict[str, torch.Tensor], path: str, *args: Any, **kwargs: Any) -> None:
+def _save_half(state, path, *args, **kwargs):
     SAVE_FILE(state, path, *args, **kwargs)
     _halve(Path(path))
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _replace_all_but_the_ledger(source: str | Path, target: str | Path) -> None:
+def _replace_all_but_the_ledger(source, target):
     if Path(target) == Path(target).parent.parent / "checkpoint-4" / LEDGER_NAME:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     REPLACE(source, target)
@@ -195,11 +182,11 @@ def _replace_all_but_the_ledger(source: str | Path, target: str | Path) -> None:
     "name", slow_but(("optimizer.pt",), [LEDGER_NAME, "model.safetensors", "optimizer.pt"])
 )
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, releases: Any
-) -> None:
+    name, tmp_path, monkeypatch, releases
+):
     path = tmp_path / "checkpoint-4" / name
 
-    def fill() -> None:
+    def fill():
         if name == "model.safetensors":  # written elsewhere first
             monkeypatch.setattr(publisher_module, "save_file", _save_half)
         elif name == LEDGER_NAME:
@@ -226,13 +213,13 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_count_intact(
     assert resumed.ledger.steps == 4 + made_since == len(releases)
 
 
-def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run: Path) -> None:
+def test_the_last_checkpoint_is_chosen_by_step_not_by_time(run):
     tomorrow = time.time() + 86_400
     os.utime(run / "checkpoint-2", (tomorrow, tomorrow))
     assert last_whole_checkpoint(str(run)) == str(run / "checkpoint-4")
 
 
-def test_examples_without_gradients_are_not_used_for_checks(tmp_path: Path) -> None:
+def test_examples_without_gradients_are_not_used_for_checks(tmp_path):
     """Nor do they move the weights: ``test_release``."""
     nowhere = [{**e, "x": torch.full((FEATURES,), float("inf"))} for e in points(24).examples]
     nowhere[0] = points(24).examples[0]

@@ -1,19 +1,16 @@
 """A model as it comes trains, with what takes no part in its loss frozen and named."""
 
-from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from transformers import BertConfig, BertForSequenceClassification
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dp_grape_hf.errors import UnsupportedModelError
-from tests.models.zoo import BERT, Row, build, texts
+from tests.models.zoo import BERT, build, texts
 from tests.support.models import row
 from tests.support.trainers import Examples, assert_refused, make_trainer, trained_in, weights_of
 
@@ -22,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:User
 LOGGER = "dp_grape_hf.gradients.checks.unused"
 
 
-def as_it_comes(entry: Row) -> Any:
+def as_it_comes(entry):
     model = entry.model()
     for name, parameter in model.named_parameters():
         if any(part in name for part in entry.family.without_part):
@@ -30,7 +27,7 @@ def as_it_comes(entry: Row) -> Any:
     return model
 
 
-def examples(entry: Row, count: int = 12) -> Examples:
+def examples(entry, count=12):
     batch = entry.batch(count)
     return Examples([{name: value[i] for name, value in batch.items()} for i in range(count)])
 
@@ -43,9 +40,7 @@ def examples(entry: Row, count: int = 12) -> Examples:
         ("Wav2Vec2, classification of waves", "wav2vec2.masked_spec_embed", "dp_adam"),
     ],
 )
-def test_a_model_with_a_mask_token_trains_as_it_comes(
-    name: str, frozen: str, method: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_a_mask_token_trains_as_it_comes(name, frozen, method, tmp_path, caplog):
     entry = row(name)
     model = as_it_comes(entry)
     before = weights_of(model)
@@ -69,17 +64,11 @@ SIDE = 2  # numbers
 class SideForSequenceClassification(BertForSequenceClassification):
     """Adds something it makes of ``side``, which an example need not have."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config):
         super().__init__(config)
         self.side = nn.Linear(SIDE, config.num_labels)
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        side: Tensor | None = None,
-        labels: Tensor | None = None,
-    ) -> Any:
+    def forward(self, input_ids, attention_mask=None, side=None, labels=None):
         logits = super().forward(input_ids, attention_mask=attention_mask).logits
         if side is not None:
             logits = logits + self.side(side)
@@ -87,7 +76,7 @@ class SideForSequenceClassification(BertForSequenceClassification):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def some_with_side(which: Iterable[int], seed: int = 0, count: int = 12) -> Examples:
+def some_with_side(which, seed=0, count=12):
     batch = texts(count, seed=seed, target="class")
     found = [{name: value[i] for name, value in batch.items()} for i in range(count)]
     for i in which:
@@ -95,7 +84,7 @@ def some_with_side(which: Iterable[int], seed: int = 0, count: int = 12) -> Exam
     return Examples(found)
 
 
-def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def stacked(examples):
     names = {name for example in examples for name in example}
     none = {"side": torch.zeros(SIDE)}
     return {name: torch.stack([(none | e)[name] for e in examples]) for name in sorted(names)}
@@ -103,11 +92,9 @@ def stacked(examples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("public", "size"), [(None, 1), ((0,), 4)])
-def test_trained_parameters_do_not_depend_on_optional_inputs_of_examples(
-    public: tuple[int, ...] | None, size: int, tmp_path: Path
-) -> None:
+def test_trained_parameters_do_not_depend_on_optional_inputs_of_examples(public, size, tmp_path):
     """None, the first or all of the rows: the same is trained, or the run refused."""
-    settings: dict[str, Any] = {"projection": "principal", "projection_update_steps": None}
+    settings = {"projection": "principal", "projection_update_steps": None}
     if public is not None:
         settings["public_dataset"] = some_with_side(public, seed=1, count=4)
     ran = 0
@@ -133,7 +120,7 @@ def test_trained_parameters_do_not_depend_on_optional_inputs_of_examples(
 
 
 @pytest.mark.slow
-def test_parameters_of_an_absent_input_are_frozen_by_hand(tmp_path: Path) -> None:
+def test_parameters_of_an_absent_input_are_frozen_by_hand(tmp_path):
     model = build(SideForSequenceClassification, BertConfig, BERT)
     settings = {"model": model, "train_dataset": some_with_side(()), "data_collator": stacked}
     with pytest.raises(UnsupportedModelError, match=r"side\.weight, side\.bias\. Noise alone"):
@@ -142,7 +129,7 @@ def test_parameters_of_an_absent_input_are_frozen_by_hand(tmp_path: Path) -> Non
     make_trainer(tmp_path, **settings).train()
 
 
-def test_data_with_an_input_unknown_to_forward_are_refused(tmp_path: Path) -> None:
+def test_data_with_an_input_unknown_to_forward_are_refused(tmp_path):
     """Masked positions reach the mask token, which nothing public tells."""
     entry = row("DINOv2, image classification")
     data = examples(entry)

@@ -1,9 +1,7 @@
 """Evaluation data hold no training rows; which rows two data sets share."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import numpy as np
@@ -20,18 +18,18 @@ from tests.support.trainers import Examples, make_args, make_trainer, points
 ARGS = make_args("unused")
 
 
-def shared(training_data: Any, dataset: Any) -> list[int]:
+def shared(training_data, dataset):
     """Returns which rows of a data set are training rows."""
     return [int(row) for row in TrainingRows(training_data, ARGS).shared_with(dataset, "eval")]
 
 
-def texts(count: int = 12, seed: int = 0, **columns: Any) -> datasets.Dataset:
+def texts(count=12, seed=0, **columns):
     words = np.random.default_rng(seed).integers(5, 99, (count, 6)).tolist()
     held = {"input_ids": words, "attention_mask": [[1] * 6] * count, "labels": [1] * count}
     return datasets.Dataset.from_dict(held | {"idx": range(count)} | columns)
 
 
-def pictures(seed: int = 0) -> datasets.Dataset:
+def pictures(seed=0):
     values = np.random.default_rng(seed).integers(0, 255, (6, 4, 4, 3), dtype=np.uint8)
     features = datasets.Features({"image": datasets.Image()})
     return datasets.Dataset.from_dict({"image": [*map(Picture.fromarray, values)]}, features)
@@ -39,7 +37,7 @@ def pictures(seed: int = 0) -> datasets.Dataset:
 
 # ---- Refused ----
 
-PARTS: dict[str, Callable[[Any], Any]] = {
+PARTS = {
     "whole": lambda data: data,
     "subset": lambda data: Subset(data, [7, 3]),
     "concatenated": lambda data: ConcatDataset([points(2, seed=1), Subset(data, [0])]),
@@ -50,7 +48,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("ask", ["evaluate", "predict", "get_eval_dataloader"])
-def test_metrics_of_training_rows_are_refused(ask: str, part: str, tmp_path: Path) -> None:
+def test_metrics_of_training_rows_are_refused(ask, part, tmp_path):
     data = points()
     held = PARTS[part](data)
     if ask == "evaluate" or not isinstance(held, dict):
@@ -64,7 +62,7 @@ def test_metrics_of_training_rows_are_refused(ask: str, part: str, tmp_path: Pat
             assert trainer.evaluate(data)["eval_loss"] > 0
 
 
-def test_data_that_became_evaluation_data_are_refused_as_well(tmp_path: Path) -> None:
+def test_data_that_became_evaluation_data_are_refused_as_well(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset={"unseen": points(5, seed=1)})
     assert trainer.evaluate("unseen")["eval_loss"] > 0
     trainer.eval_dataset["unseen"] = trainer.train_dataset
@@ -75,16 +73,14 @@ def test_data_that_became_evaluation_data_are_refused_as_well(tmp_path: Path) ->
         trainer.evaluate()
 
 
-def test_the_error_counts_shared_rows_and_names_the_first(tmp_path: Path) -> None:
+def test_the_error_counts_shared_rows_and_names_the_first(tmp_path):
     data = texts()
     held = datasets.concatenate_datasets([texts(2, seed=1), data.select([5, 3, 4])])
     with pytest.raises(PrivacyError, match=r"3 of its 5 rows .* eval_dataset\['a'\]\[2\]"):
         make_trainer(tmp_path, train_dataset=data, eval_dataset={"a": held})
 
 
-def test_a_few_equal_contents_are_no_more_than_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_few_equal_contents_are_no_more_than_a_warning(tmp_path, caplog):
     """Texts occur more than once in real data; elements of the same object are never few enough."""
     data, others = texts(), texts(100, seed=1)
     held = datasets.concatenate_datasets([others, data.select([5, 3])])
@@ -99,11 +95,11 @@ def test_a_few_equal_contents_are_no_more_than_a_warning(
         make_trainer(tmp_path, train_dataset=rows, eval_dataset=part)
 
 
-def test_each_pair_of_data_sets_is_compared_once(tmp_path: Path) -> None:
+def test_each_pair_of_data_sets_is_compared_once(tmp_path):
     class Counted(Examples):
         reads = 0
 
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             self.reads += 1
             return super().__getitem__(index)
 
@@ -120,9 +116,9 @@ def test_each_pair_of_data_sets_is_compared_once(tmp_path: Path) -> None:
 # ---- Shared rows ----
 
 
-def test_the_same_index_of_one_object_is_a_shared_example() -> None:
+def test_the_same_index_of_one_object_is_a_shared_example():
     class Augmented(Examples):
-        def __getitem__(self, index: int) -> dict[str, Any]:
+        def __getitem__(self, index):
             return {"x": torch.rand(3)}
 
     data = Augmented([{}] * 8)
@@ -132,7 +128,7 @@ def test_the_same_index_of_one_object_is_a_shared_example() -> None:
     assert shared(train, Subset(data, [*train.indices[:2], *held.indices])) == [0, 1]
 
 
-def test_a_selection_is_compared_by_its_own_rows() -> None:
+def test_a_selection_is_compared_by_its_own_rows():
     data = texts(40)
     parts = data.train_test_split(0.25, seed=0)
     assert shared(parts["train"], parts["test"]) == []
@@ -142,7 +138,7 @@ def test_a_selection_is_compared_by_its_own_rows() -> None:
     assert shared(parts["train"], held) == expected
 
 
-def column(name: str, values: list[Any], kind: Any = None) -> datasets.Dataset:
+def column(name, values, kind=None):
     table = pa.table({name: pa.array(values, kind)})
     return datasets.Dataset(table)
 
@@ -170,14 +166,12 @@ WORDS, OTHER = [[1, 2], [], None, [3]], [[9], [3], [1, 2]]
         (column("x", TIMES[:1]), column("x", TIMES[1:]), []),
     ],
 )
-def test_columns_and_rows_show_the_same_shared_rows(
-    training_data: datasets.Dataset, dataset: datasets.Dataset, expected: list[int]
-) -> None:
+def test_columns_and_rows_show_the_same_shared_rows(training_data, dataset, expected):
     assert shared(training_data, dataset) == expected
     assert shared(training_data.to_list(), dataset.to_list()) == expected
 
 
-FORMS: dict[str, Callable[[datasets.Dataset], Any]] = {
+FORMS = {
     "loaded again": copy.deepcopy,
     "shuffled": lambda data: data.shuffle(seed=3),
     "inputs alone": lambda data: data.select_columns(["input_ids"]),
@@ -192,7 +186,7 @@ FORMS: dict[str, Callable[[datasets.Dataset], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_copies_in_any_form_are_told(form: str) -> None:
+def test_copies_in_any_form_are_told(form):
     """Whichever of the two has it; labels, masks and numbers of rows tell nothing."""
     state, change = torch.get_rng_state(), FORMS[form]
     for pair in ((change(texts()), texts()), (texts(), change(texts()))):
@@ -201,8 +195,8 @@ def test_copies_in_any_form_are_told(form: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_copies_of_what_a_transform_makes_are_told() -> None:
-    def pixels(batch: dict[str, list[Any]]) -> dict[str, Any]:
+def test_copies_of_what_a_transform_makes_are_told():
+    def pixels(batch):
         return {"pixel_values": [torch.tensor(np.asarray(image)) for image in batch["image"]]}
 
     data = pictures().with_transform(pixels)
@@ -234,15 +228,13 @@ def test_copies_of_what_a_transform_makes_are_told() -> None:
         ),
     ],
 )
-def test_rows_are_the_same_by_what_tells_them_apart(one: Any, other: Any, same: bool) -> None:
+def test_rows_are_the_same_by_what_tells_them_apart(one, other, same):
     """What many rows have alike is no overlap, and a unit's name is nobody's contents."""
     args = make_args("unused", privacy_unit_column="user", expected_batch_size=1)
     assert (TrainingRows([other], args).shared_with([one], "it").tolist() == [0]) is same
 
 
-def test_encoded_images_are_compared_and_not_decoded(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_encoded_images_are_compared_and_not_decoded(monkeypatch, tmp_path):
     values = np.random.default_rng(0).integers(0, 255, (6, 4, 4, 3), dtype=np.uint8)
     paths = [str(tmp_path / f"{n}.png") for n in range(6)]
     for path, value in zip(paths, values, strict=True):

@@ -1,14 +1,11 @@
 """What holds of the trainers of all hosts, those of transformers and those of TRL."""
 
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 import torch
-from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments
 
 from dp_grape_hf import DPGrapeSeq2SeqTrainer, DPGrapeTrainer, PrivacyError
 from tests.support.marks import slow_but
@@ -24,7 +21,7 @@ from dp_grape_hf.trainer import preferences, sft as of_sft  # noqa: E402
 # TRL sets the old name of the option by default, and transformers says so.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 
-HOSTS: dict[str, Callable[..., Any]] = {
+HOSTS = {
     "seq2seq": seq2seq,
     "sft": sft,
     "dpo": partial(on_pairs, "dpo"),
@@ -34,18 +31,18 @@ HOSTS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet(monkeypatch):
     """No progress bars of ``map``, and nothing is sent, as the originals would."""
     datasets.disable_progress_bars()
     monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
 
 
-def _of_pairs(kind: str) -> dict[str, Any]:
+def _of_pairs(kind):
     reference = {"ref_model": policy(kind, seed=1)} if kind == "dpo" else {}
     return {"model": policy(kind), "train_dataset": pairs(), **reference}
 
 
-ORIGINALS: dict[str, tuple[Any, Any, Callable[[], dict[str, Any]]]] = {
+ORIGINALS = {
     "seq2seq": (
         Seq2SeqTrainer,
         Seq2SeqTrainingArguments,
@@ -66,7 +63,7 @@ A host divides by the words of a batch: all texts to learn have as many.
 
 
 @pytest.mark.parametrize("host", slow_but(("seq2seq",), ORIGINALS))
-def test_without_noise_and_projection_it_trains_as_the_original(host: str, tmp_path: Path) -> None:
+def test_without_noise_and_projection_it_trains_as_the_original(host, tmp_path):
     cls, arguments, parts = ORIGINALS[host]
     own = parts()
     settings = {"max_steps": 3, "per_device_train_batch_size": len(own["train_dataset"])} | QUIET
@@ -91,7 +88,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("host", slow_but(("sft", "reward"), METRICS))
-def test_a_run_counts_its_examples_and_logs_nothing_of_them(host: str, tmp_path: Path) -> None:
+def test_a_run_counts_its_examples_and_logs_nothing_of_them(host, tmp_path):
     watch = Watch()
     held = prompts(6, seed=1) if host == "sft" else pairs(4, seed=7)
     evaluating = {"eval_dataset": held, "eval_strategy": "steps", "eval_steps": 2}
@@ -119,7 +116,7 @@ def test_a_run_counts_its_examples_and_logs_nothing_of_them(host: str, tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["seq2seq", "sft"])
-def test_what_a_host_prepares_keeps_the_column_of_units(host: str, tmp_path: Path) -> None:
+def test_what_a_host_prepares_keeps_the_column_of_units(host, tmp_path):
     texts = ORIGINALS[host][2]()["train_dataset"]
     rows = [row | {"user": i % 3} for i, row in enumerate(texts)]
     trainer = HOSTS[host](
@@ -136,7 +133,7 @@ def test_what_a_host_prepares_keeps_the_column_of_units(host: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("host", ["sft", "dpo", "reward"])
-def test_the_loss_of_the_host_is_refused_on_training_batches(host: str, tmp_path: Path) -> None:
+def test_the_loss_of_the_host_is_refused_on_training_batches(host, tmp_path):
     trainer = HOSTS[host](tmp_path)
     batch = trainer.data_collator([trainer.train_dataset[0]])
     trainer.model.train()
@@ -146,7 +143,7 @@ def test_the_loss_of_the_host_is_refused_on_training_batches(host: str, tmp_path
         assert trainer.compute_loss(trainer.model.eval(), batch) > 0
 
 
-def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
+def word_accuracy(prediction):
     """How many words of the labels were generated at their place; no package is needed for it."""
     generated, labels = prediction.predictions, prediction.label_ids
     assert generated.dtype == labels.dtype  # words, not logits
@@ -156,7 +153,7 @@ def word_accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> None:
+def test_generation_metrics_work_during_training_and_after(tmp_path):
     watch = Watch()
     trainer = seq2seq(
         tmp_path,
@@ -189,11 +186,9 @@ def test_generation_metrics_work_during_training_and_after(tmp_path: Path) -> No
         (DPGrapeRewardTrainer, trl.RewardConfig),
     ],
 )
-def test_each_trainer_takes_its_own_arguments_by_short_names(
-    cls: Any, other: Any, tmp_path: Path
-) -> None:
+def test_each_trainer_takes_its_own_arguments_by_short_names(cls, other, tmp_path):
     own = cls.arguments_class
-    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"}
     settings |= QUIET
     args = own(**settings, eps=3.0, delta=1e-5, r=4, F=7)
     assert (args.target_epsilon, args.projection_rank, args.projection_update_steps) == (3.0, 4, 7)
@@ -203,7 +198,7 @@ def test_each_trainer_takes_its_own_arguments_by_short_names(
 
 
 NUMBERS = ("label_smoothing_factor", "router_aux_loss_coef", "ld_alpha")
-REFUSED: dict[str, list[tuple[str, Any]]] = {
+REFUSED = {
     "seq2seq": [(name, True) for name in ("sortish_sampler", "fp16", "auto_find_batch_size")],
     "sft": [
         *((name, 0.1 if name in NUMBERS else True) for name in of_sft.REFUSED_IF_SET),
@@ -223,7 +218,7 @@ REFUSED: dict[str, list[tuple[str, Any]]] = {
 
 
 @pytest.mark.parametrize("host", REFUSED)
-def test_options_that_void_the_guarantee_are_refused(host: str, tmp_path: Path) -> None:
+def test_options_that_void_the_guarantee_are_refused(host, tmp_path):
     for option, value in REFUSED[host]:
         with pytest.raises(PrivacyError) as refusal:
             HOSTS[host](tmp_path, **{option: value})

@@ -1,11 +1,8 @@
 """What a private run logs: what is known to be private, and metrics of evaluation data."""
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import Trainer, TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
@@ -18,17 +15,17 @@ LEAK = 0.8642  # a number of the training data, wherever it turns up
 
 
 class _Leaks(TrainerCallback):
-    def __init__(self) -> None:
-        self.trainer: Any = None
+    def __init__(self):
+        self.trainer = None
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         self.trainer.log({"margin": LEAK, "train_accuracy": LEAK, "eval_train_loss": LEAK})
 
 
 class _TalkativeHost(Trainer):
     """Adds to every log, behind the mixin."""
 
-    def log(self, logs: dict[str, float], *args: Any) -> None:
+    def log(self, logs, *args):
         logs["tokens_seen"] = LEAK
         super().log(logs, *args)
 
@@ -36,7 +33,7 @@ class _TalkativeHost(Trainer):
 class _Talkative(DPGrapeMixin, _TalkativeHost): ...
 
 
-def leaking(folder: Path, tracker: Watch, **settings: Any) -> tuple[Any, Any]:
+def leaking(folder, tracker, **settings):
     leaks = _Leaks()
     callbacks = [tracker, leaks]
     trainer = leaks.trainer = make_trainer(folder, cls=_Talkative, callbacks=callbacks, **settings)
@@ -46,9 +43,7 @@ def leaking(folder: Path, tracker: Watch, **settings: Any) -> tuple[Any, Any]:
     return trainer, output
 
 
-def test_unknown_keys_are_dropped_from_logs_with_one_warning(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_unknown_keys_are_dropped_from_logs_with_one_warning(caplog, tmp_path):
     tracker = Watch()
     trainer, output = leaking(tmp_path, tracker)
     assert len(tracker.logs) == 5, "one after each step, and the end"
@@ -71,10 +66,10 @@ def test_unknown_keys_are_dropped_from_logs_with_one_warning(
 class _Asks(TrainerCallback):
     """Reads the loss of each log, as callbacks that show it do."""
 
-    def __init__(self) -> None:
-        self.read: list[str] = []
+    def __init__(self):
+        self.read = []
 
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_log(self, args, state, control, **kwargs):
         logs = kwargs["logs"]
         if "eval_loss" not in logs:
             self.read.append(f"loss {logs['loss']:.4f} {logs.get('loss')}")
@@ -82,9 +77,7 @@ class _Asks(TrainerCallback):
                 logs["accuracy"]
 
 
-def test_withheld_values_of_the_trainer_are_left_out_without_warning(
-    caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+def test_withheld_values_of_the_trainer_are_left_out_without_warning(caplog, tmp_path):
     tracker, asks = Watch(), _Asks()
     trainer = make_trainer(
         tmp_path,
@@ -101,7 +94,7 @@ def test_withheld_values_of_the_trainer_are_left_out_without_warning(
     assert asks.read == ["loss withheld None"] * 5
 
 
-def test_metrics_of_evaluation_data_are_logged_under_any_prefix(tmp_path: Path) -> None:
+def test_metrics_of_evaluation_data_are_logged_under_any_prefix(tmp_path):
     tracker = Watch()
     trainer = make_trainer(
         tmp_path, callbacks=[tracker], compute_metrics=lambda predicted: {"accuracy": 0.5}
@@ -113,8 +106,8 @@ def test_metrics_of_evaluation_data_are_logged_under_any_prefix(tmp_path: Path) 
     assert tracker.logs[0].keys() == trainer.state.log_history[0].keys() - {"step"}
 
 
-def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path: Path) -> None:
-    def compute_metrics(predicted: Any) -> dict[str, float]:
+def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path):
+    def compute_metrics(predicted):
         trainer.log({f"{prefix}_so_far": 0.25, "other": LEAK})
         return {}
 
@@ -131,9 +124,7 @@ def test_a_prefix_holds_as_long_as_its_evaluation(tmp_path: Path) -> None:
 class _Own(DPGrapeTrainer):
     """Evaluates by itself, as the trainers of question answering scripts do."""
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         loader = self.get_eval_dataloader(eval_dataset)
         output = self.evaluation_loop(loader, "own", metric_key_prefix=metric_key_prefix)
         self.log({**output.metrics, f"{metric_key_prefix}_exact": 0.25})
@@ -144,15 +135,15 @@ class _Own(DPGrapeTrainer):
 class _Predicts:
     """Logs with a name of its own, in front of a private trainer."""
 
-    def predict(self, test_dataset: Any, **kwargs: Any) -> None:
-        self.log({"test_exact": 0.5, f"{kwargs.get('metric_key_prefix')}_exact": 0.5})  # type: ignore[attr-defined]
+    def predict(self, test_dataset, **kwargs):
+        self.log({"test_exact": 0.5, f"{kwargs.get('metric_key_prefix')}_exact": 0.5})
 
 
 class _OwnBoth(_Predicts, _Own): ...
 
 
 @pytest.mark.parametrize("cls", [_Own, _OwnBoth])
-def test_an_own_evaluation_logs_its_metrics(cls: Any, tmp_path: Path) -> None:
+def test_an_own_evaluation_logs_its_metrics(cls, tmp_path):
     held = points(5, seed=1)
     settings = {"eval_dataset": held, "eval_strategy": "steps", "eval_steps": 2}
     trainer = trained_in(tmp_path, cls=cls, **settings)
@@ -167,7 +158,7 @@ def test_an_own_evaluation_logs_its_metrics(cls: Any, tmp_path: Path) -> None:
     assert sum("eval_loss" in logs for logs in trainer.state.log_history) == 2
 
 
-def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> None:
+def test_throughput_is_of_the_declared_number_of_examples(tmp_path):
     """The true one would follow from ``train_samples_per_second`` and the runtime."""
     trainer = make_trainer(
         tmp_path, num_samples=30, max_steps=-1, num_train_epochs=2, expected_batch_size=5
@@ -191,17 +182,15 @@ def test_throughput_is_of_the_declared_number_of_examples(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_signal_is_compared_with_that_of_the_start(
-    signals: list[float], sampled: float, times: float
-) -> None:
+def test_signal_is_compared_with_that_of_the_start(signals, sampled, times):
     assert grown(signals, sampled) == pytest.approx(times)
 
 
-def quadratic(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+def quadratic(outputs, labels, num_items_in_batch=None):
     return outputs["logits"].sum(1).square()
 
 
-def test_a_run_that_diverges_warns_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_a_run_that_diverges_warns_once(caplog, tmp_path):
     """All examples agree on a quadratic, which steps that are too long overshoot more and more."""
     settings = {"max_steps": 12, "logging_steps": 2, "noise_multiplier": 1e-4, "update_rule": "sgd"}
     settings |= {"expected_batch_size": 20, "max_grad_norm": 1e6, "lr_scheduler_type": "constant"}

@@ -2,10 +2,8 @@
 
 import json
 import random
-from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +28,11 @@ from tests.support.trainers import (
 Batch = dict[str, Tensor]
 
 
-def bert(**changes: Any) -> Any:
+def bert(**changes):
     return only("bert-classifier").model(num_hidden_layers=1, **changes)
 
 
-def stacked(examples: list[Any]) -> Batch:
+def stacked(examples):
     return {name: torch.stack([e[name] for e in examples]) for name in ("x", "labels")}
 
 
@@ -42,41 +40,41 @@ def stacked(examples: list[Any]) -> Batch:
 
 
 class Noising:
-    def __init__(self) -> None:
+    def __init__(self):
         self.generator = np.random.default_rng(0)
 
-    def __call__(self, examples: list[Any]) -> Batch:
+    def __call__(self, examples):
         batch = stacked(examples)
         noise = torch.from_numpy(self.generator.normal(size=batch["x"].shape)).float()
         return batch | {"x": batch["x"] + noise}
 
 
 class Scaling:
-    def __init__(self, largest: float = 0.0) -> None:
+    def __init__(self, largest=0.0):
         self.largest = largest
 
-    def __call__(self, examples: list[Any]) -> Batch:
+    def __call__(self, examples):
         batch = stacked(examples)
         self.largest = max(self.largest, float(batch["x"].abs().max()))
         return batch | {"x": batch["x"] / self.largest}
 
 
 class Augmented(Examples):
-    def __init__(self, examples: list[Any]) -> None:
+    def __init__(self, examples):
         super().__init__(examples)
         self.generator = random.Random(0)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         example = self.examples[index]
         return example | {"x": example["x"] * self.generator.choice([-1, 1])}
 
 
 class InitialisedForSequenceClassification(TinyForSequenceClassification):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.started = False
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, x, labels=None):
         if self.training and not self.started:
             self.started = True
             self.head.bias.data.fill_(float(x.mean()))
@@ -84,11 +82,11 @@ class InitialisedForSequenceClassification(TinyForSequenceClassification):
 
 
 class LargestForSequenceClassification(TinyForSequenceClassification):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.largest = 10.0
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, x, labels=None):
         if self.training:
             self.largest = max(self.largest, float(x.detach().abs().max()))
         return super().forward(x / self.largest, labels)
@@ -97,10 +95,10 @@ class LargestForSequenceClassification(TinyForSequenceClassification):
 class SelfPaced:
     """Leaves out easy examples, by a running mean."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.mean = 1.0
 
-    def __call__(self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    def __call__(self, outputs, labels, num_items_in_batch=None):
         losses = nn.functional.cross_entropy(outputs["logits"], labels, reduction="none")
         hard = losses.detach() > self.mean
         self.mean = 0.99 * self.mean + 0.01 * float(losses.detach().mean())
@@ -110,27 +108,27 @@ class SelfPaced:
 class Averaging(DPGrapeTrainer):
     mean = 1.0
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
         loss = nn.functional.cross_entropy(model(**inputs)["logits"], labels)
         self.mean = 0.9 * self.mean + 0.1 * float(loss.detach())
         return loss
 
 
-def with_large(place: int) -> Examples:
+def with_large(place):
     """Returns points of which one is large; the last is not among those that are tried first."""
     examples = points(24).examples
     examples[place] = examples[place] | {"x": examples[place]["x"] * 1000}
     return Examples(examples)
 
 
-def augmented() -> Any:
+def augmented():
     return Augmented([example | {"user": i} for i, example in enumerate(points().examples)])
 
 
 ONE = {"per_device_train_batch_size": 1, "expected_batch_size": 24}
 UNITS = {"privacy_unit_column": "user", "expected_batch_size": 4}
-REMEMBERING: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+REMEMBERING = {
     "noising": (lambda: {"data_collator": Noising()}, r"of the data collator \(Noising\)"),
     "scaling": (lambda: {"data_collator": Scaling()}, r"of the data collator \(Scaling\)"),
     "scaling by one example": (
@@ -165,7 +163,7 @@ REMEMBERING: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("what", REMEMBERING)
-def test_what_remembers_examples_releases_nothing_of_them(what: str, tmp_path: Path) -> None:
+def test_what_remembers_examples_releases_nothing_of_them(what, tmp_path):
     """Before the first step, or by the example that changes it."""
     settings, reason = REMEMBERING[what]
     assert_refused(make_trainer(tmp_path, **settings()), reason)
@@ -173,19 +171,17 @@ def test_what_remembers_examples_releases_nothing_of_them(what: str, tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["noising", "scaling", "scaling by one example"])
-def test_what_remembers_in_another_process_releases_nothing(what: str, tmp_path: Path) -> None:
+def test_what_remembers_in_another_process_releases_nothing(what, tmp_path):
     settings, reason = REMEMBERING[what]
     assert_refused(make_trainer(tmp_path, dataloader_num_workers=1, **settings()), reason)
 
 
-def test_what_a_pass_writes_into_the_config_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_pass_writes_into_the_config_is_taken_back(tmp_path, monkeypatch):
     model = bert()
     plain = type(model).forward
 
     @wraps(plain)
-    def noting(self: Any, input_ids: Tensor, **inputs: Any) -> Any:
+    def noting(self, input_ids, **inputs):
         self.config.longest = input_ids.shape[1]
         return plain(self, input_ids, **inputs)
 
@@ -198,15 +194,13 @@ def test_what_a_pass_writes_into_the_config_is_taken_back(
 
 
 class Seeding(TrainerCallback):
-    def on_event(self, *args: Any, **kwargs: Any) -> None:
+    def on_event(self, *args, **kwargs):
         set_seed(0)
 
     on_train_begin = on_epoch_begin = on_step_begin = on_step_end = on_log = on_event
 
 
-def test_masks_are_secret_whatever_a_callback_seeds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_are_secret_whatever_a_callback_seeds(tmp_path, monkeypatch):
     """Dropout is the only chance in these runs but the noise, which is nearly none."""
     data, found = examples_of("bert-classifier", 8), []
     monkeypatch.setattr("dp_grape_hf.mechanism.sampling.torch.rand", _zeros)
@@ -228,7 +222,7 @@ def test_masks_are_secret_whatever_a_callback_seeds(
         assert any((first[name] - second[name]).abs().max() > 1e-4 for name in first)
 
 
-def _zeros(*size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
+def _zeros(*size, generator=None, **kwargs):
     return torch.zeros(*size, **kwargs)
 
 
@@ -236,9 +230,7 @@ def _zeros(*size: Any, generator: Any = None, **kwargs: Any) -> Tensor:
     ("declared", "sizes", "batches", "parts"),
     [(16, (15, 16, 17), 4, 2), (256, (255, 256), 4, 2), (12, (12,), 2, 1)],
 )
-def test_lengths_follow_from_the_declared_number_alone(
-    declared: int, sizes: tuple[int, ...], batches: int, parts: int, tmp_path: Path
-) -> None:
+def test_lengths_follow_from_the_declared_number_alone(declared, sizes, batches, parts, tmp_path):
     """Few physical batches have few lengths."""
     grids = set()
     for size in sizes:
@@ -256,23 +248,23 @@ def test_lengths_follow_from_the_declared_number_alone(
 # ---- What a model was trained with ----
 
 
-def _loaded(folder: Path) -> Any:
+def _loaded(folder):
     return type(bert()).from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def trained(tmp_path_factory):
     trainer = _again(tmp_path_factory.mktemp("run"), bert())
     trainer.train()
     return trainer
 
 
-def _again(folder: Path, model: Any, **changes: Any) -> Any:
+def _again(folder, model, **changes):
     data = examples_of("bert-classifier", 24)
     return make_trainer(folder, model=model, train_dataset=data, **changes)
 
 
-def test_a_model_saved_without_its_ledger_says_what_was_spent(trained: Any, tmp_path: Path) -> None:
+def test_a_model_saved_without_its_ledger_says_what_was_spent(trained, tmp_path):
     trained.model.save_pretrained(tmp_path / "saved")
     note = json.loads((tmp_path / "saved" / "config.json").read_text())["dp_grape"]
     assert float(note["epsilon"]) == pytest.approx(trained.privacy_spent().epsilon, rel=1e-4)
@@ -283,19 +275,19 @@ def test_a_model_saved_without_its_ledger_says_what_was_spent(trained: Any, tmp_
         _again(tmp_path / "again", _loaded(tmp_path / "saved"))
 
 
-def test_runs_compose_if_the_first_ledger_is_given(trained: Any, tmp_path: Path) -> None:
+def test_runs_compose_if_the_first_ledger_is_given(trained, tmp_path):
     trained.model.save_pretrained(tmp_path / "saved")
     live = Path(trained.args.output_dir) / LEDGER_NAME
     for changes in ({"earlier_data": "same"}, {"earlier_ledger": str(live)}):
         with pytest.raises(PrivacyError, match="earlier_"):
             _again(tmp_path / "again", _loaded(tmp_path / "saved"), **changes)
-    given: Any = {"earlier_data": "same", "earlier_ledger": str(live)}
+    given = {"earlier_data": "same", "earlier_ledger": str(live)}
     again = _again(tmp_path / "again", _loaded(tmp_path / "saved"), **given)
     assert again.privacy_spent().epsilon == pytest.approx(Ledger.load(live).epsilon())
     assert _again(tmp_path / "other", _loaded(tmp_path / "saved"), earlier_data="other")
 
 
-def test_the_ledger_of_another_run_does_not_stand_in(trained: Any, tmp_path: Path) -> None:
+def test_the_ledger_of_another_run_does_not_stand_in(trained, tmp_path):
     other = _again(tmp_path / "other", bert())
     other.train()
     other.save_model()
@@ -306,9 +298,9 @@ def test_the_ledger_of_another_run_does_not_stand_in(trained: Any, tmp_path: Pat
     assert _again(tmp_path / "new", model), "new weights with the config are new"
 
 
-def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
+def test_a_note_is_there_from_the_first_step_on(tmp_path):
     class Saves(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 kwargs["model"].save_pretrained(tmp_path / "saved")
 
@@ -321,7 +313,7 @@ def test_a_note_is_there_from_the_first_step_on(tmp_path: Path) -> None:
     )
 
 
-def test_beside_a_ledger_no_digest_is_saved(trained: Any, tmp_path: Path) -> None:
+def test_beside_a_ledger_no_digest_is_saved(trained, tmp_path):
     trained.save_model(tmp_path / "saved")
     note = json.loads((tmp_path / "saved" / "config.json").read_text())["dp_grape"]
     assert note.keys() == {"epsilon", "delta"}

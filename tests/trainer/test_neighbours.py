@@ -7,7 +7,6 @@ one in which something that looks at a whole batch would move it by several C.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ Example = dict[str, Any]
 # ---- Models ----
 
 
-def bert(kind: Any = BertForSequenceClassification, dropout: float = 0.0) -> nn.Module:
+def bert(kind=BertForSequenceClassification, dropout=0.0):
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 64, "initializer_range": 0.3}
     model = build(kind, BertConfig, BERT, **drops, **sizes)
@@ -47,7 +46,7 @@ def bert(kind: Any = BertForSequenceClassification, dropout: float = 0.0) -> nn.
     return model
 
 
-def gpt2() -> nn.Module:
+def gpt2():
     sizes = {"n_layer": 1, "n_positions": 64, "num_labels": 3}
     model = build(GPT2ForSequenceClassification, GPT2Config, GPT2, **sizes)
     model.score.weight.data.mul_(20)
@@ -57,7 +56,7 @@ def gpt2() -> nn.Module:
 class TextForSequenceClassification(nn.Module):
     """A mean over words, of which a subclass makes something else with the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.words = nn.Embedding(WORDS, WIDTH)
@@ -68,57 +67,53 @@ class TextForSequenceClassification(nn.Module):
         with torch.no_grad():
             self.head.weight.mul_(3)
 
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, input_ids, attention_mask, labels=None):
         logits = self.head(self.read(self.words(input_ids), attention_mask[..., None].float()))
         out = {"logits": logits}
         return out if labels is None else {"loss": functional.cross_entropy(logits, labels)} | out
 
-    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+    def read(self, x, mask):
         return (self.body(x) * mask).sum(1) / mask.sum(1)
 
 
 class SortedForSequenceClassification(TextForSequenceClassification):
     """Runs longer texts first, as recurrent networks want them, and puts them back."""
 
-    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+    def read(self, x, mask):
         order = mask.sum((1, 2)).argsort(descending=True, stable=True)
         return super().read(x[order], mask[order])[order.argsort()]
 
 
 class LongestForSequenceClassification(TextForSequenceClassification):
-    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+    def read(self, x, mask):
         return (self.body(x) * mask).sum(1) / mask.sum(1).max()
 
 
 class LaterForSequenceClassification(TextForSequenceClassification):
     """Couples rows, but only once its weights have moved."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.first = float(self.head.weight.detach().sum())
 
-    def read(self, x: Tensor, mask: Tensor) -> Tensor:
+    def read(self, x, mask):
         h = super().read(x, mask)
         moved = float(self.head.weight.detach().sum()) != self.first
         return self.coupled(h) if self.training and moved else h
 
-    def coupled(self, h: Tensor) -> Tensor:
+    def coupled(self, h):
         return h + h.mean(0)
 
 
 class BankForSequenceClassification(LaterForSequenceClassification):
     bank: Tensor | None = None
 
-    def coupled(self, h: Tensor) -> Tensor:
+    def coupled(self, h):
         known, self.bank = self.bank, h.detach().mean(0)
         return h if known is None else h + 0.3 * known
 
 
-def text(
-    length: int, label: int, *, pad: int = 0, word: int | None = None, seed: int = 0
-) -> Example:
+def text(length, label, *, pad=0, word=None, seed=0):
     generator = torch.Generator().manual_seed(100 * length + seed)
     ids = torch.randint(5, WORDS, (length,), generator=generator).tolist()
     ids = [word] * length if word else ids
@@ -133,7 +128,7 @@ PADDED = [text(8, i % 3, pad=12, seed=i) for i in range(47)]
 FULL = text(12, 0, pad=12, word=7)
 
 
-def without_mask(examples: list[Example]) -> dict[str, Tensor]:
+def without_mask(examples):
     longest = max(len(e["input_ids"]) for e in examples)
     rows = [e["input_ids"] + [1] * (longest - len(e["input_ids"])) for e in examples]
     return {
@@ -142,7 +137,7 @@ def without_mask(examples: list[Example]) -> dict[str, Tensor]:
     }
 
 
-def mixes(examples: list[Example]) -> dict[str, Tensor]:
+def mixes(examples):
     """Ends every text as another one of the batch ends."""
     batch = without_mask(examples)
     ids = batch["input_ids"]
@@ -152,7 +147,7 @@ def mixes(examples: list[Example]) -> dict[str, Tensor]:
 class PadsAll(Examples):
     """A data set that answers a list of indices with texts padded to the longest."""
 
-    def __getitems__(self, indices: list[int]) -> list[Example]:
+    def __getitems__(self, indices):
         rows = without_mask([self.examples[i] for i in indices])
         return [
             {"input_ids": rows["input_ids"][k], "labels": rows["labels"][k]}
@@ -160,11 +155,11 @@ class PadsAll(Examples):
         ]
 
 
-def no_mask(example: Example) -> Example:
+def no_mask(example):
     return {name: value for name, value in example.items() if name != "attention_mask"}
 
 
-def of_tokens(example: Example) -> Example:
+def of_tokens(example):
     return example | {"labels": [(w + example["labels"]) % 3 for w in example["input_ids"]]}
 
 
@@ -188,7 +183,7 @@ class Case:
     dataset: Any = Examples
     refused: str = ""
 
-    def __str__(self) -> str:
+    def __str__(self):
         return self.name
 
 
@@ -213,9 +208,7 @@ CASES = [
 IN_FOURS = {"padding that nothing masks", "labels of tokens, padded", "mixed by the collator"}
 
 
-def released(
-    case: Case, data: list[Example], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
-) -> dict[str, Tensor]:
+def released(case, data, folder, monkeypatch, **settings):
     """Returns the last release of a run without noise, of all of the data, times its divisor."""
     releases = spy_releases(monkeypatch)
     size = len(case.data) + 1
@@ -254,9 +247,7 @@ def released(
         *(pytest.param(case, 4, id=f"{case}-4") for case in CASES if case.name in IN_FOURS),
     ],
 )
-def test_one_example_more_moves_the_sum_by_its_bound(
-    case: Case, physical: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_example_more_moves_the_sum_by_its_bound(case, physical, tmp_path, monkeypatch):
     data = [*case.data[: case.at], case.more, *case.data[case.at :]]
     run = partial(released, case, monkeypatch=monkeypatch, per_device_train_batch_size=physical)
     if case.refused:
@@ -279,8 +270,8 @@ def test_one_example_more_moves_the_sum_by_its_bound(
     ids=["mixes", "bank"],
 )
 def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
-    model: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    model, reason, tmp_path, monkeypatch
+):
     monkeypatch.setattr(spot_checks, "SHARE", 1.0)
     case = Case("", model, PADDED, FULL)
     with pytest.raises(PrivacyError, match=reason):
@@ -288,7 +279,7 @@ def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
 
 
 @pytest.mark.slow
-def test_watching_changes_no_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_changes_no_release(tmp_path, monkeypatch):
     """With dropout, whose masks a row is given again when it is alone."""
     found = []
     for share in (0.0, 1.0):

@@ -1,9 +1,7 @@
 """The live table of a notebook: each column has its own name."""
 
 import sys
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -11,11 +9,11 @@ from tests.support.trainers import make_trainer, points
 
 
 @pytest.fixture
-def _notebook(monkeypatch: pytest.MonkeyPatch) -> None:
-    display: Any = ModuleType("IPython.display")
+def _notebook(monkeypatch):
+    display = ModuleType("IPython.display")
     display.HTML = str
     display.display = lambda *args, **kwargs: SimpleNamespace(update=lambda *a, **k: None)
-    package: Any = ModuleType("IPython")
+    package = ModuleType("IPython")
     package.display = display
     for name in ("transformers.utils.notebook", "dp_grape_hf.trainer.notebook"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -24,7 +22,7 @@ def _notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_notebook")
-def test_epsilon_has_a_column_of_its_name(tmp_path: Path) -> None:
+def test_epsilon_has_a_column_of_its_name(tmp_path):
     from transformers.utils.notebook import NotebookProgressCallback
 
     class Host(NotebookProgressCallback):

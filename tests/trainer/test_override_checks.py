@@ -12,9 +12,7 @@ import inspect
 import os
 import re
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -41,14 +39,14 @@ UPLOADS = {
 of_each_version = pytest.mark.parametrize("version", VERSIONS)
 
 
-def overrides() -> dict[str, Any]:
+def overrides():
     """Name -> what the mixins define under it; the first in the order of resolution."""
     ours = [cls for cls in DPGrapeMixin.__mro__ if cls is not object]
     return {name: value for cls in ours for name, value in vars(cls).items() if name[:2] != "__"}
 
 
 @functools.cache
-def modules(version: str) -> dict[str, ast.Module]:
+def modules(version):
     """Name -> what is in each ``trainer*.py`` of a version of transformers."""
     where = VERSIONS[version]
     if where.is_dir():
@@ -60,7 +58,7 @@ def modules(version: str) -> dict[str, ast.Module]:
     return {name: ast.parse(text) for name, text in texts.items()}
 
 
-def functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
+def functions(module):
     """Yields the functions of a module and the methods of its classes, with their full names."""
     for outer in module.body:
         for node in outer.body if isinstance(outer, ast.ClassDef) else [outer]:
@@ -68,13 +66,13 @@ def functions(module: ast.Module) -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{outer.name}." * (node is not outer) + node.name, node
 
 
-def methods(version: str, module: str = "trainer.py", cls: str = "Trainer") -> dict[str, Any]:
+def methods(version, module="trainer.py", cls="Trainer"):
     """Name -> method of a class."""
     found = functions(modules(version)[module])
     return {name.partition(".")[2]: node for name, node in found if name.startswith(f"{cls}.")}
 
 
-def attributes(node: ast.AST, of: str | None = None) -> set[str]:
+def attributes(node, of=None):
     """The names of all attributes in a node, or of those of one variable: what it may call."""
     found = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
     return {
@@ -82,7 +80,7 @@ def attributes(node: ast.AST, of: str | None = None) -> set[str]:
     }
 
 
-def uncalled(module: ast.Module) -> set[str]:
+def uncalled(module):
     """The overridden methods that no other method reads from ``self``."""
     read = [(name.partition(".")[2], attributes(node, "self")) for name, node in functions(module)]
     return {
@@ -90,7 +88,7 @@ def uncalled(module: ast.Module) -> set[str]:
     }
 
 
-def misfit(host: ast.arguments, ours: inspect.Signature) -> str | None:
+def misfit(host, ours):
     """What of a host's method its replacement does not take; None if it takes all."""
     names = [a.arg for a in (*host.posonlyargs, *host.args)]
     wants = [a.arg for a in host.kwonlyargs] + ["..."] * (host.kwarg is not None)
@@ -112,9 +110,7 @@ def misfit(host: ast.arguments, ours: inspect.Signature) -> str | None:
 
 
 @pytest.mark.parametrize("name", ["training_step", "_load_best_model", "_push_from_checkpoint"])
-def test_a_host_that_lost_a_seam_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_host_that_lost_a_seam_is_refused(name, monkeypatch, tmp_path):
     """Whichever of the mixins replaces it."""
     monkeypatch.setattr(Trainer, f"{name}_of_another_name", getattr(Trainer, name), raising=False)
     monkeypatch.delattr(Trainer, name)
@@ -130,15 +126,15 @@ def test_a_host_that_lost_a_seam_is_refused(
         *("_prepare_inputs", "_prepare_input", "get_batch_samples"),
     ],
 )
-def test_a_forbidden_override_is_refused_before_data(name: str, tmp_path: Path) -> None:
+def test_a_forbidden_override_is_refused_before_data(name, tmp_path):
     cls = type("Own", (DPGrapeTrainer,), {name: lambda *args, **kwargs: None})
     with pytest.raises(PrivacyError, match=rf"Own overrides {name}\(\)"):
         make_trainer(tmp_path, cls=cls, train_dataset=object())
 
 
-def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path: Path) -> None:
+def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path):
     class Own(DPGrapeTrainer):
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        def create_optimizer(self, *args, **kwargs):
             self.optimizer = torch.optim.SGD(self.model.parameters())
             return self.optimizer
 
@@ -150,7 +146,7 @@ def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(FOLDER is None, reason="`make overrides` fetches the other versions")
-def test_every_supported_minor_release_is_read() -> None:
+def test_every_supported_minor_release_is_read():
     config = configparser.RawConfigParser()
     config.read(ROOT / "setup.cfg")
     bounds = re.search(
@@ -166,14 +162,14 @@ def test_every_supported_minor_release_is_read() -> None:
 
 
 @of_each_version
-def test_exactly_the_listed_overrides_exist_in_the_trainer(version: str) -> None:
+def test_exactly_the_listed_overrides_exist_in_the_trainer(version):
     names, subclass = overrides().keys(), methods(version, "trainer_seq2seq.py", "Seq2SeqTrainer")
     assert set(OVERRIDES) == names & methods(version).keys()
     assert names & subclass.keys() <= set(OVERRIDES)
 
 
 @of_each_version
-def test_the_trainer_calls_every_overridden_method(version: str) -> None:
+def test_the_trainer_calls_every_overridden_method(version):
     assert uncalled(modules(version)["trainer.py"]) == NOT_CALLED
 
 
@@ -181,9 +177,7 @@ def test_the_trainer_calls_every_overridden_method(version: str) -> None:
 @pytest.mark.parametrize(
     ("module", "cls"), [("trainer.py", "Trainer"), ("trainer_seq2seq.py", "Seq2SeqTrainer")]
 )
-def test_our_methods_take_what_those_of_the_trainer_take(
-    version: str, module: str, cls: str
-) -> None:
+def test_our_methods_take_what_those_of_the_trainer_take(version, module, cls):
     theirs, ours = methods(version, module, cls), overrides()
     found = {
         name: misfit(theirs[name].args, inspect.signature(ours[name]))
@@ -195,7 +189,7 @@ def test_our_methods_take_what_those_of_the_trainer_take(
 
 
 @of_each_version
-def test_the_card_takes_what_that_of_the_trainer_takes(version: str) -> None:
+def test_the_card_takes_what_that_of_the_trainer_takes(version):
     parameters = list(inspect.signature(declare).parameters.values())[1:]  # but the details
     parameters[0] = parameters[0].replace(name="self")
     host = methods(version)["create_model_card"].args
@@ -203,7 +197,7 @@ def test_the_card_takes_what_that_of_the_trainer_takes(version: str) -> None:
 
 
 @of_each_version
-def test_the_trainer_uploads_only_where_we_stand_in_its_place(version: str) -> None:
+def test_the_trainer_uploads_only_where_we_stand_in_its_place(version):
     found = {
         name
         for module in modules(version).values()
@@ -216,7 +210,7 @@ def test_the_trainer_uploads_only_where_we_stand_in_its_place(version: str) -> N
         assert f"super().{name}" not in inspect.getsource(getattr(DPGrapeTrainer, name))
 
 
-def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None:
+def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing():
     """Of the version that is installed."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
     from dp_grape_hf import DPGrapeSFTTrainer
@@ -243,14 +237,14 @@ def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing() -> None
         ("self, output_dir, **kwargs", False),
     ],
 )
-def test_another_signature_is_seen(host: str, fits: bool) -> None:
+def test_another_signature_is_seen(host, fits):
     function = ast.parse(f"def f({host}): ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     ours = inspect.signature(DPGrapeMixin._save_rng_state)
     assert (misfit(function.args, ours) is None) is fits
 
 
-def test_a_seam_that_nobody_calls_is_seen() -> None:
+def test_a_seam_that_nobody_calls_is_seen():
     text = inspect.getsource(transformers.trainer)
     text = text.replace("self._save_rng_state(", "self._save_random_state(")
     assert uncalled(ast.parse(text)) == NOT_CALLED | {"_save_rng_state"}

@@ -1,12 +1,10 @@
 """Models of the user's own: any module trains with nothing set but the budget."""
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
@@ -19,13 +17,13 @@ ROWS, FEATURES, WORDS = 40, 6, 11
 Build = Callable[[], nn.Module]
 
 
-def answer(logits: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def answer(logits, labels):
     if labels is None:
         return {"logits": logits}
     return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
-def module(name: str, forward: Callable[..., Any], **layers: nn.Module) -> nn.Module:
+def module(name, forward, **layers):
     """Returns a module of a class of that name, with this forward and these layers."""
     made = type(name, (nn.Module,), {"forward": forward})()
     for layer, value in layers.items():
@@ -33,10 +31,10 @@ def module(name: str, forward: Callable[..., Any], **layers: nn.Module) -> nn.Mo
     return made
 
 
-def table(labels_needed: bool = False) -> nn.Module:
+def table(labels_needed=False):
     """Numbers and categories; the categories have a length that the model insists on."""
 
-    def forward(self: Any, x: Tensor, kind: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, x, kind, labels=None):
         if labels_needed and labels is None:
             raise ValueError("labels must be given")
         return answer(self.net(torch.cat([x, self.kinds(kind).flatten(1)], 1)), labels)
@@ -45,8 +43,8 @@ def table(labels_needed: bool = False) -> nn.Module:
     return module("Table", forward, **layers, unused=nn.Linear(3, 3))
 
 
-def words() -> nn.Module:
-    def forward(self: Any, ids: Tensor, mask: Tensor, labels: Tensor | None = None) -> Any:
+def words():
+    def forward(self, ids, mask, labels=None):
         mask = mask[..., None].float()
         mean = (self.table(ids) * mask).sum(1) / mask.sum(1)
         return answer(self.head(self.body(mean).relu()), labels)
@@ -55,25 +53,25 @@ def words() -> nn.Module:
     return module("Words", forward, **layers, head=nn.Linear(16, 2))
 
 
-def recurrent() -> nn.Module:
+def recurrent():
     """Reads a text by an LSTM, whose kernel ``vmap`` does not support."""
 
-    def forward(self: Any, ids: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, ids, labels=None):
         return answer(self.head(self.cells(self.table(ids))[0].mean(1)), labels)
 
     layers = {"table": nn.Embedding(WORDS, 8), "cells": nn.LSTM(8, 8, batch_first=True)}
     return module("Recurrent", forward, **layers, head=nn.Linear(8, 2))
 
 
-def towers() -> nn.Module:
-    def forward(self: Any, a: Tensor, b: Tensor, labels: Tensor | None = None) -> Any:
+def towers():
+    def forward(self, a, b, labels=None):
         return {"similarity": cosine_similarity(self.left(a), self.right(b))}
 
     return module("Towers", forward, left=nn.Linear(FEATURES, 5), right=nn.Linear(FEATURES, 5))
 
 
-def deep(inverting: bool = False) -> nn.Module:
-    def forward(self: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+def deep(inverting=False):
+    def forward(self, x, labels=None):
         if inverting:
             square = self.hidden.weight.detach().T @ self.hidden.weight.detach()
             x = x * torch.linalg.inv(square).trace().tanh()
@@ -84,40 +82,40 @@ def deep(inverting: bool = False) -> nn.Module:
     return module("Deep", forward, **layers)
 
 
-def of_towers(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+def of_towers(outputs, labels, num_items_in_batch=None):
     return (outputs["similarity"] - labels).square()
 
 
-def table_row(i: int) -> dict[str, Any]:
+def table_row(i):
     generator = torch.Generator().manual_seed(i)
     x = torch.randn(FEATURES, generator=generator)
     kind = torch.randint(WORDS, (2,), generator=generator)
     return {"x": x, "kind": kind, "labels": int(x[0] > 0)}
 
 
-def numbers_row(i: int) -> dict[str, Any]:
+def numbers_row(i):
     return {"x": torch.randn(48, generator=torch.Generator().manual_seed(i)), "labels": i % 2}
 
 
-def pixels_row(i: int) -> dict[str, Any]:
+def pixels_row(i):
     return {"x": numbers_row(i)["x"].view(3, 4, 4), "labels": i % 2}
 
 
-def words_row(i: int, length: int = 7) -> dict[str, Any]:
+def words_row(i, length=7):
     ids = (torch.arange(length) * (i + 1)) % WORDS
     return {"ids": ids, "mask": torch.ones(length, dtype=torch.long), "labels": i % 2}
 
 
-def ids_row(i: int) -> dict[str, Any]:
+def ids_row(i):
     return {name: value for name, value in words_row(i).items() if name != "mask"}
 
 
-def towers_row(i: int) -> dict[str, Any]:
+def towers_row(i):
     x = table_row(i)["x"]
     return {"a": x, "b": x.flip(0), "labels": float(i % 2)}
 
 
-def trainer_of(folder: Path, model: nn.Module, row: Any, **more: Any) -> Any:
+def trainer_of(folder, model, row, **more):
     rows = [row(i) for i in range(ROWS)]
     settings = {"max_steps": 2, "model": model, "train_dataset": rows} | more
     return make_trainer(folder, chooses=True, **settings)
@@ -132,9 +130,7 @@ def trainer_of(folder: Path, model: nn.Module, row: Any, **more: Any) -> Any:
         (towers, towers_row, of_towers),
     ],
 )
-def test_a_module_trains_with_nothing_set(
-    model: Build, row: Any, loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_module_trains_with_nothing_set(model, row, loss, tmp_path, caplog):
     trainer = trainer_of(tmp_path, model(), row, compute_loss_func=loss)
     before = weights_of(trainer.model)
     trainer.train()
@@ -151,7 +147,7 @@ def test_a_module_trains_with_nothing_set(
 
 
 @pytest.mark.parametrize(("model", "row"), [(table, table_row), (recurrent, ids_row)])
-def test_losses_and_gradients_are_those_of_one_example(model: Build, row: Any) -> None:
+def test_losses_and_gradients_are_those_of_one_example(model, row):
     torch.manual_seed(0)
     made, rows = model(), [row(i) for i in range(3)]
     weights = {n: p for n, p in made.named_parameters() if not n.startswith("unused")}
@@ -167,7 +163,7 @@ def test_losses_and_gradients_are_those_of_one_example(model: Build, row: Any) -
             torch.testing.assert_close(gradients[name].dense().values[i], gradient)
 
 
-def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path: Path) -> None:
+def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path):
     found = []
     for length, first in ((7, 0), (9, 3)):
         torch.manual_seed(0)
@@ -184,10 +180,10 @@ def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def denoiser() -> nn.Module:
+def denoiser():
     """A UNet in small, without linear layers; its forward takes no labels."""
 
-    def forward(self: Any, pixels: Tensor) -> dict[str, Tensor]:
+    def forward(self, pixels):
         noise = torch.randn_like(pixels)
         predicted = self.up(torch.relu(self.down(pixels + noise)))
         return {"loss": (predicted - noise).square().mean()}
@@ -196,21 +192,19 @@ def denoiser() -> nn.Module:
     return module("Denoiser", forward, down=down, up=up)
 
 
-def image_row(i: int) -> dict[str, Any]:
+def image_row(i):
     return {"pixels": torch.randn(1, 8, 8, generator=torch.Generator().manual_seed(i))}
 
 
-def test_a_denoiser_that_takes_no_labels_trains(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_denoiser_that_takes_no_labels_trains(tmp_path, caplog):
     trainer = trainer_of(tmp_path, denoiser(), image_row)
     trainer.train()
     assert 0 < trainer.privacy_spent().epsilon <= trainer.args.target_epsilon
     assert "has no linear layer" in caplog.text
 
 
-def predicts() -> nn.Module:
-    def forward(self: Any, pixels: Tensor) -> Tensor:
+def predicts():
+    def forward(self, pixels):
         return self.layer(pixels.reshape(-1, 8, 8).mean(1))
 
     return module("Predicts", forward, layer=nn.Linear(8, 1))
@@ -224,18 +218,16 @@ def predicts() -> nn.Module:
         (denoiser, image_row, {"loss": nn.MSELoss()}, "SentenceTransformerTrainer"),
     ],
 )
-def test_a_module_of_unknown_loss_is_refused_with_remedy(
-    model: Build, row: Any, loss: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_module_of_unknown_loss_is_refused_with_remedy(model, row, loss, message, tmp_path):
     with pytest.raises(PrivacyError, match=message):
         trainer_of(tmp_path, model(), row, **loss)
 
 
-def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
+def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path):
     rows = [{"input": torch.randn(FEATURES), "labels": i % 2} for i in range(ROWS)]
     model = nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 2))
 
-    def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    def loss(outputs, labels):
         return cross_entropy(outputs, labels, reduction="none")
 
     trainer = trained_in(
@@ -245,16 +237,16 @@ def test_a_given_loss_gets_labels_that_forward_ignores(tmp_path: Path) -> None:
 
 
 class Remembers(Examples):
-    def __init__(self, examples: Any) -> None:
+    def __init__(self, examples):
         super().__init__(examples)
         self.reads = 0
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index):
         self.reads += 1
         return super().__getitem__(index)
 
 
-def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> None:
+def test_data_that_remember_the_first_example_are_refused(tmp_path):
     trainer = trainer_of(tmp_path, words(), words_row)
     trainer.train_dataset = Remembers([words_row(i) for i in range(ROWS)])
     trainer._inputs = None
@@ -262,7 +254,7 @@ def test_data_that_remember_the_first_example_are_refused(tmp_path: Path) -> Non
         trainer._public_inputs()
 
 
-def test_synthetic_tokens_are_in_the_vocabulary_and_masks_are_ones() -> None:
+def test_synthetic_tokens_are_in_the_vocabulary_and_masks_are_ones():
     integers = torch.long
     forms = {
         "ids": Form((7,), integers),
@@ -277,7 +269,7 @@ def test_synthetic_tokens_are_in_the_vocabulary_and_masks_are_ones() -> None:
     assert {batch["kind"].shape[1] for batch in InputsByForm(table(), kinds, 0)()} == {2}
 
 
-def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
+def test_a_public_example_is_read_instead_of_the_first(tmp_path):
     example = {**table_row(0), "x": torch.zeros(FEATURES, dtype=torch.float64)}
     trainer = trainer_of(tmp_path, table(), table_row, public_example=table_row(1))
     assert next(iter(trainer._public_inputs()()))["x"].dtype == torch.float32
@@ -298,23 +290,21 @@ def test_a_public_example_is_read_instead_of_the_first(tmp_path: Path) -> None:
     ],
 )
 def test_heads_and_layers_that_read_numbers_are_not_projected(
-    model: Build, row: Any, more: dict[str, Any], projected: list[str], tmp_path: Path
-) -> None:
+    model, row, more, projected, tmp_path
+):
     trainer = trainer_of(tmp_path, model(), row, projection_rank=2, **more)
     trainer.start()
     assert [*trainer.private_run.ranks] == [f"{name}.weight" for name in projected]
 
 
-def test_a_module_that_fails_with_zero_weights_can_be_trained(tmp_path: Path) -> None:
+def test_a_module_that_fails_with_zero_weights_can_be_trained(tmp_path):
     torch.manual_seed(0)
     trainer = trainer_of(tmp_path, deep(inverting=True), numbers_row, projection_rank=2)
     trainer.train()
     assert "first.weight" in trainer.private_run.ranks
 
 
-def test_a_module_that_cannot_be_measured_trains_by_norms(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_module_that_cannot_be_measured_trains_by_norms(tmp_path, caplog):
     trainer = trainer_of(tmp_path, table(labels_needed=True), table_row)
     (notice,) = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf.trainer")]
     assert "labels must be given" in notice
@@ -326,9 +316,7 @@ def test_a_module_that_cannot_be_measured_trains_by_norms(
     assert trainer.rates.body.changes == "weights"
 
 
-def test_integer_labels_of_several_classes_are_refused_before_any_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integer_labels_of_several_classes_are_refused_before_any_choice(tmp_path, monkeypatch):
     model = row("BERT, multi-label classification").model()
     monkeypatch.setattr(DPGrapeTrainer, "_make_parts", lambda self: pytest.fail("it chose"))
     rows = [{"input_ids": [1, 2, 3], "labels": [0, 1, 1]}] * ROWS
@@ -337,15 +325,13 @@ def test_integer_labels_of_several_classes_are_refused_before_any_choice(
 
 
 class Weighted(DPGrapeTrainer):
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
         logits = model(**inputs)["logits"]
         return cross_entropy(logits, labels, weight=torch.tensor([1.0, 5.0]))
 
 
-def test_class_weights_and_used_folders_are_refused_before_any_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_class_weights_and_used_folders_are_refused_before_any_choice(tmp_path, monkeypatch):
     make_trainer(tmp_path / "used", max_steps=1).train()
     used = make_trainer(tmp_path / "used")
     weighted = trainer_of(tmp_path / "new", words(), words_row, cls=Weighted)

@@ -1,13 +1,8 @@
 """TRL's training on preferences made private: a pair of texts is one example."""
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
-
 import datasets
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
@@ -28,19 +23,19 @@ each_kind = pytest.mark.parametrize("kind", ["dpo", "reward"])
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet(monkeypatch):
     send_nothing(monkeypatch)
 
 
-def batch_of(trainer: Any, rows: tuple[int, ...] = (0, 1, 2, 5)) -> dict[str, Tensor]:
+def batch_of(trainer, rows=(0, 1, 2, 5)):
     collated = trainer.data_collator([trainer.train_dataset[i] for i in rows])
     return trainer._prepare_inputs(side_by_side(collated, len(rows)))
 
 
-def one_by_one(trainer: Any, batch: dict[str, Tensor]) -> Any:
+def one_by_one(trainer, batch):
     """The loss of TRL for each pair alone, and its gradient by autograd."""
     model, losses = trainer.model, []
-    found: dict[str, list[Tensor]] = {n: [] for n in trainer.private_run.trainable}
+    found = {n: [] for n in trainer.private_run.trainable}
     for i in range(len(batch["input_ids"])):
         own = trainer.private_run.per_sample.loss.of_batch
         loss = own(model, {name: value[i : i + 1] for name, value in batch.items()})
@@ -58,9 +53,7 @@ def one_by_one(trainer: Any, batch: dict[str, Tensor]) -> Any:
     ("kind", "engine", "rank"),
     [("dpo", "layerwise", 2), ("dpo", "functorch", None), ("reward", "layerwise", None)],
 )
-def test_a_pairs_gradient_equals_the_gradient_of_trls_loss(
-    kind: str, engine: str, rank: int | None, tmp_path: Path
-) -> None:
+def test_a_pairs_gradient_equals_the_gradient_of_trls_loss(kind, engine, rank, tmp_path):
     trainer = on_pairs(kind, tmp_path)
     batch, model = batch_of(trainer), trainer.model.eval()
     losses, expected = one_by_one(trainer, batch)
@@ -73,7 +66,7 @@ def test_a_pairs_gradient_equals_the_gradient_of_trls_loss(
     assert relative_error(dense(found, 4), expected) < 1e-4
 
 
-def some_equal(which: Iterable[int]) -> datasets.Dataset:
+def some_equal(which):
     rows = pairs().to_list()
     for i in which:
         rows[i]["rejected"] = rows[i]["chosen"]
@@ -90,11 +83,9 @@ def some_equal(which: Iterable[int]) -> datasets.Dataset:
         ("reward", (0, 1), 1, True),
     ],
 )
-def test_a_pair_of_equal_texts_trains_wherever_it_stands(
-    kind: str, which: tuple[int, ...], size: int, low: bool, tmp_path: Path
-) -> None:
+def test_a_pair_of_equal_texts_trains_wherever_it_stands(kind, which, size, low, tmp_path):
     """Its gradient is zero but for rounding, which no two computations have alike."""
-    settings: dict[str, Any] = {"per_device_train_batch_size": size, "bf16": low, "max_steps": 2}
+    settings = {"per_device_train_batch_size": size, "bf16": low, "max_steps": 2}
     trainer = on_pairs(kind, tmp_path, train_dataset=some_equal(which), **settings)
     trainer.train()
     assert trainer.ledger.steps == 2
@@ -102,18 +93,16 @@ def test_a_pair_of_equal_texts_trains_wherever_it_stands(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("dpo", 4), ("reward", 1)])
-def test_a_wrong_rule_is_found_despite_pairs_of_equal_texts(
-    kind: str, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_rule_is_found_despite_pairs_of_equal_texts(kind, size, monkeypatch, tmp_path):
     right = functions.product
     monkeypatch.setattr(functions, "product", lambda *factors: 1.1 * right(*factors))
-    settings: dict[str, Any] = {"per_device_train_batch_size": size}
+    settings = {"per_device_train_batch_size": size}
     trainer = on_pairs(kind, tmp_path, train_dataset=some_equal((0,)), **settings)
     assert_refused(trainer, r"q_proj\.weight", UnsupportedModelError)
 
 
-SCALED: dict[str, Any] = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
-LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+SCALED = {"beta": 0.3, "label_smoothing": 0.2, "discopop_tau": 0.1}
+LOSSES = {
     **{name: ("dpo", {"loss_type": [name], **SCALED}) for name in PREFERENCES},
     "sum": ("dpo", {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.5, 2.0], **SCALED}),
     "reward": ("reward", {}),
@@ -124,7 +113,7 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name", slow_but(("robust", "apo_zero", "sum", "reward", "margins"), LOSSES)
 )
-def test_every_loss_is_that_of_trl_for_each_pair(name: str, tmp_path: Path) -> None:
+def test_every_loss_is_that_of_trl_for_each_pair(name, tmp_path):
     kind, settings = LOSSES[name]
     columns = {"margin": [0.1 * i for i in range(12)]} if name == "margins" else {}
     trainer = on_pairs(kind, tmp_path, train_dataset=pairs(12, **columns), **settings)
@@ -141,7 +130,7 @@ def test_every_loss_is_that_of_trl_for_each_pair(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> None:
+def test_an_adapter_is_compared_with_the_model_without_it(tmp_path):
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer = on_pairs("dpo", tmp_path, peft_config=lora)
     assert trainer.ref_model is None
@@ -159,15 +148,15 @@ def test_an_adapter_is_compared_with_the_model_without_it(tmp_path: Path) -> Non
     assert trainer.ledger.steps == 4
 
 
-def test_pairs_train_with_the_default_of_gradient_checkpointing(tmp_path: Path) -> None:
+def test_pairs_train_with_the_default_of_gradient_checkpointing(tmp_path):
     trainer = on_pairs("dpo", tmp_path, gradient_checkpointing=True, max_steps=2)
     trainer.train()
     assert trainer.ledger.steps == 2
     assert any(getattr(m, "gradient_checkpointing", False) for m in trainer.model.modules())
 
 
-def test_what_the_reference_says_may_be_computed_before(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"precompute_ref_log_probs": True}
+def test_what_the_reference_says_may_be_computed_before(tmp_path):
+    settings = {"precompute_ref_log_probs": True}
     before = on_pairs("dpo", tmp_path / "before", **settings)
     batch, expected = batch_of(before), batch_of(on_pairs("dpo", tmp_path / "then"))
     assert batch.keys() == expected.keys()
@@ -175,7 +164,7 @@ def test_what_the_reference_says_may_be_computed_before(tmp_path: Path) -> None:
         torch.testing.assert_close(batch[name], value, rtol=1e-4, atol=1e-4)
 
 
-def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path: Path) -> None:
+def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path):
     trainer = on_pairs("reward", tmp_path, train_dataset=pairs(12, margin=[0.5] * 12))
     rows = trainer.data_collator([trainer.train_dataset[i] for i in range(3)])
     found = side_by_side(rows, 3)
@@ -187,7 +176,7 @@ def test_pairs_lie_side_by_side_and_back_in_halves(tmp_path: Path) -> None:
 
 
 @each_kind
-def test_another_loss_or_public_data_are_refused(kind: str, tmp_path: Path) -> None:
+def test_another_loss_or_public_data_are_refused(kind, tmp_path):
     with pytest.raises(PrivacyError, match="defines its own loss"):
         on_pairs(kind, tmp_path, compute_loss_func=lambda outputs, labels: outputs)
     with pytest.raises(PrivacyError, match="public_dataset was passed"):

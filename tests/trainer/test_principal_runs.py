@@ -1,12 +1,9 @@
 """Runs whose P has principal directions: of what it is a function, and what becomes of it."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.errors import UnsupportedModelError
@@ -18,25 +15,25 @@ from tests.support.models import only
 from tests.support.trainers import Examples, Watch, examples_of, make_args, make_trainer
 
 BERT = "bert-classifier"
-SETTINGS: dict[str, Any] = {"projection": "principal", "projection_update_steps": None}
+SETTINGS = {"projection": "principal", "projection_update_steps": None}
 
 
-def trainer_of(folder: Path, **changes: Any) -> Any:
+def trainer_of(folder, **changes):
     settings = {"model": only(BERT).model(), "train_dataset": examples_of(BERT, 24)} | SETTINGS
     return make_trainer(folder, **settings | changes)
 
 
-def matrices(trainer: Any) -> dict[str, Tensor]:
+def matrices(trainer):
     return {name: p.matrix for name, p in trainer.private_run.projectors.items()}
 
 
-def digests(folder: Path) -> list[str]:
+def digests(folder):
     entries = (link.entry for link in Ledger.load(folder / LEDGER_NAME).links)
     return [entry.sha256 for entry in entries if isinstance(entry, Projection)]
 
 
 @pytest.mark.slow
-def test_p_does_not_depend_on_the_training_data(tmp_path: Path) -> None:
+def test_p_does_not_depend_on_the_training_data(tmp_path):
     fewer = {"train_dataset": examples_of(BERT, 8, seed=5), "num_samples": 24, "max_grad_norm": 0.1}
     one, other = trainer_of(tmp_path / "one"), trainer_of(tmp_path / "other", **fewer)
     for trainer in (one, other):
@@ -48,7 +45,7 @@ def test_p_does_not_depend_on_the_training_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path: Path) -> None:
+def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path):
     """Another seed is another sample of the same inputs."""
     model = only(BERT).model()
     expected = principal_directions(
@@ -67,14 +64,14 @@ def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path: Path) -> None:
+def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path):
     trainer_of(tmp_path, projection_update_steps=2, learning_rate=0.3, max_steps=5).train()
     found = digests(tmp_path)
     assert len(found) == len(set(found)) == 3
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path):
     settings = {
         "projection_update_steps": 4,
         "save_strategy": "steps",
@@ -91,7 +88,7 @@ def test_a_resumed_run_has_the_p_that_it_began_with(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
+def test_another_p_than_the_ledger_has_is_refused(tmp_path):
     settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     trainer_of(tmp_path, callbacks=[Watch(stop_at=2)], **settings).train()
     path = tmp_path / "checkpoint-2" / "optimizer.pt"
@@ -107,7 +104,7 @@ def test_another_p_than_the_ledger_has_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_public_dataset_is_measured_on_and_named(tmp_path: Path) -> None:
+def test_a_public_dataset_is_measured_on_and_named(tmp_path):
     public = examples_of(BERT, 10, seed=9)
     trainer = trainer_of(tmp_path, public_dataset=public, eval_strategy="no")
     trainer.train()
@@ -124,7 +121,7 @@ def test_a_public_dataset_is_measured_on_and_named(tmp_path: Path) -> None:
     assert "| Not protected, as declared public | Examples, 10 examples |" in card
 
 
-def test_rows_of_the_training_data_are_not_public(tmp_path: Path) -> None:
+def test_rows_of_the_training_data_are_not_public(tmp_path):
     """Of those that are measured on; which rows are the same is in ``test_held_out``."""
     data, other = examples_of(BERT, 24), examples_of(BERT, 511, seed=9)
     without = [{k: v for k, v in row.items() if k != "labels"} for row in data.examples]
@@ -134,25 +131,25 @@ def test_rows_of_the_training_data_are_not_public(tmp_path: Path) -> None:
     trainer_of(tmp_path, train_dataset=data, public_dataset=other)
 
 
-def test_what_is_shared_is_not_quoted() -> None:
+def test_what_is_shared_is_not_quoted():
     rows = [{"text": "my secret"}]
     with pytest.raises(PrivacyError, match=r"public_dataset\[0\]") as caught:
         refuse_public_dataset(rows, [*rows, {"text": "more"}], make_args("unused", **SETTINGS))
     assert "secret" not in str(caught.value)
 
 
-def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path: Path) -> None:
+def test_a_public_dataset_that_nothing_looks_at_is_refused(tmp_path):
     with pytest.raises(PrivacyError, match="projection='gaussian' does not use it"):
         trainer_of(tmp_path, projection="gaussian", public_dataset=examples_of(BERT, 4))
 
 
-def test_a_model_failing_on_synthetic_inputs_is_refused_with_cause(tmp_path: Path) -> None:
+def test_a_model_failing_on_synthetic_inputs_is_refused_with_cause(tmp_path):
     model = only(BERT).model()
     model.bert.register_forward_pre_hook(_needs_more, with_kwargs=True)
     with pytest.raises(UnsupportedModelError, match="where is token_type_ids"):
         trainer_of(tmp_path, model=model).train()
 
 
-def _needs_more(module: Any, args: Any, kwargs: Any) -> None:
+def _needs_more(module, args, kwargs):
     if "token_type_ids" not in kwargs:
         raise ValueError("where is token_type_ids")

@@ -3,8 +3,6 @@ import math
 import pickle
 import re
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,11 +32,11 @@ NUM_SAMPLES, BATCH, DELTA = 26, 8, 1e-3  # 3.25 draws make an epoch: N is not di
 STEPS_PER_EPOCH = 4
 
 
-def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    draws: list[list[int]] = []
+def _spy_draws(monkeypatch):
+    draws = []
     original = PoissonBatchSampler.draw
 
-    def draw(self: PoissonBatchSampler) -> list[int]:
+    def draw(self):
         draws.append(original(self))
         return draws[-1]
 
@@ -65,12 +63,8 @@ def _spy_draws(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     ],
 )
 def test_every_noisy_update_is_exactly_one_poisson_draw(
-    steps: int,
-    settings: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    releases: Any,
-    tmp_path: Path,
-) -> None:
+    steps, settings, monkeypatch, releases, tmp_path
+):
     """More than three epochs; sizes are judged together.
 
     False alarm: below 1e-6 a case (five standard deviations of a binomial).
@@ -115,7 +109,7 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
 # ---- Secrets ----
 
 
-def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path: Path) -> None:
+def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path):
     runs = []
     for name in "ab":
         watch = Watch()
@@ -138,11 +132,11 @@ def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path: Path) -
     assert first_draws != second_draws
 
 
-def _walk(value: Any) -> list[Any]:
+def _walk(value):
     """Returns everything inside a value that was loaded from a checkpoint."""
     found = [value]
     if isinstance(value, dict):
-        inner: Any = [*value.keys(), *value.values()]
+        inner = [*value.keys(), *value.values()]
     elif isinstance(value, (list, tuple, set)):
         inner = value
     else:
@@ -155,11 +149,11 @@ def _walk(value: Any) -> list[Any]:
 class _TakeStates(TrainerCallback):
     """Notes the states of the secret generators at each save, as a thief would like to."""
 
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.states: list[torch.Tensor] = []
+    def __init__(self):
+        self.trainer = None
+        self.states = []
 
-    def take(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def take(self, args, state, control, **kwargs):
         sampler = self.trainer.callback_handler.train_dataloader.batch_sampler
         for generator in (self.trainer.private_run.mechanism._noise_generator, sampler.generator):
             self.states.append(torch.Generator.get_state(generator))
@@ -167,7 +161,7 @@ class _TakeStates(TrainerCallback):
     on_train_begin = on_step_end = on_save = take
 
 
-def test_no_checkpoint_file_contains_a_secret_generators_state(tmp_path: Path) -> None:
+def test_no_checkpoint_file_contains_a_secret_generators_state(tmp_path):
     thief = _TakeStates()
     thief.trainer = make_trainer(
         tmp_path, save_strategy="steps", save_steps=2, callbacks=[thief], max_steps=4
@@ -205,9 +199,7 @@ PUBLIC_KEYS = {
 }
 
 
-def test_logs_and_cards_show_the_spent_epsilon_and_nothing_private(
-    releases: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_logs_and_cards_show_the_spent_epsilon_and_nothing_private(releases, capsys, tmp_path):
     tracker, settings = Watch(), {"save_strategy": "steps", "save_steps": 2}
     trainer = make_trainer(
         tmp_path, callbacks=[tracker], target_epsilon=4.0, disable_tqdm=False, **settings
@@ -253,7 +245,7 @@ def test_logs_and_cards_show_the_spent_epsilon_and_nothing_private(
         assert ledger.epsilon() <= float(claimed[1]) < ledger.epsilon() + 0.002
 
 
-def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None:
+def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path):
     tracker = Watch()
     trainer = trained_in(
         tmp_path,
@@ -283,7 +275,7 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
+def test_a_second_call_of_train_is_refused(tmp_path):
     trainer = trained_in(tmp_path)
     weights = weights_of(trainer.model)
     with pytest.raises(PrivacyError, match="4 releases"):
@@ -294,7 +286,7 @@ def test_a_second_call_of_train_is_refused(tmp_path: Path) -> None:
     assert trainer.state.global_step == saved.steps == saved.updates == 4
 
 
-def test_a_length_changed_after_calibration_is_refused(releases: Any, tmp_path: Path) -> None:
+def test_a_length_changed_after_calibration_is_refused(releases, tmp_path):
     trainer = make_trainer(tmp_path, target_epsilon=4.0)
     trainer.args = replace(trainer.args, max_steps=8)
     with pytest.raises(PrivacyError, match="calibrated for 4"):
@@ -302,9 +294,9 @@ def test_a_length_changed_after_calibration_is_refused(releases: Any, tmp_path: 
     assert releases == []
 
 
-def test_a_callback_that_changes_an_option_ends_the_run(tmp_path: Path) -> None:
+def test_a_callback_that_changes_an_option_ends_the_run(tmp_path):
     class LessNoise(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args, state, control, **kwargs):
             args.noise_multiplier = 0.1
 
     trainer = make_trainer(tmp_path, callbacks=[LessNoise()])
@@ -314,9 +306,9 @@ def test_a_callback_that_changes_an_option_ends_the_run(tmp_path: Path) -> None:
     assert trainer.args.noise_multiplier == trainer.ledger.mechanism.noise_multiplier == 1.0
 
 
-def test_a_callback_that_never_stops_cannot_overdraw_the_budget(tmp_path: Path) -> None:
+def test_a_callback_that_never_stops_cannot_overdraw_the_budget(tmp_path):
     class GoOn(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_end(self, args, state, control, **kwargs):
             control.should_training_stop = False
 
     trainer = make_trainer(tmp_path, target_epsilon=4.0, max_steps=4, callbacks=[GoOn()])

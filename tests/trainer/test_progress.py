@@ -1,8 +1,5 @@
 """What takes longer than half a second before the first step shows a progress bar."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from dp_grape_hf import phases
@@ -11,13 +8,11 @@ from tests.support.choosing import model_of, trainer_of
 
 
 @pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def _at_once(monkeypatch):
     monkeypatch.setattr(phases, "_QUIET", 0.0)
 
 
-def test_a_progress_bar_counts_passes_and_shows_inner_bars(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_progress_bar_counts_passes_and_shows_inner_bars(capsys):
     for shown in (False, None):  # nothing is shown unless it is asked for
         with progress("Outer", shown=shown), progress("Inner"):
             advance(of=3)
@@ -34,10 +29,8 @@ def test_a_progress_bar_counts_passes_and_shows_inner_bars(
 
 
 @pytest.mark.parametrize("disable_tqdm", [False, True])
-def test_a_trainer_shows_what_it_does_before_the_first_step(
-    disable_tqdm: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model: Any = model_of("pretrained")
+def test_a_trainer_shows_what_it_does_before_the_first_step(disable_tqdm, tmp_path, capsys):
+    model = model_of("pretrained")
     trainer = trainer_of(tmp_path, model, disable_tqdm=disable_tqdm)
     trainer.train()
     text = capsys.readouterr().err

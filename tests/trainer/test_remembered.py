@@ -3,7 +3,7 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from torch import Tensor, nn
+from torch import nn
 
 from dp_grape_hf.ledger import remember
 from dp_grape_hf.projections import SyntheticInputs
@@ -24,19 +24,19 @@ Changed = Callable[[Any, dict[str, Any]], Any]
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HOME", str(tmp_path / "home"))
     return tmp_path / "home" / "dp_grape_hf"
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    calls: list[str] = []
+def measured(monkeypatch):
+    calls = []
 
-    def counted(owner: Any, name: str) -> None:
+    def counted(owner, name):
         original = getattr(owner, name)
 
-        def count(*args: Any, **kwargs: Any) -> Any:
+        def count(*args, **kwargs):
             calls.append(name)
             return original(*args, **kwargs)
 
@@ -51,23 +51,21 @@ BOTH = ["principal_directions", "measure"]
 SLOW = pytest.mark.slow
 
 
-def begun(folder: Path, model: Any = None, **changes: Any) -> Any:
+def begun(folder, model=None, **changes):
     trainer = trainer_of(folder, model or model_of("pretrained"), **changes)
     trainer.start()
     return trainer
 
 
-def files(folder: Path) -> set[Path]:
+def files(folder):
     return {*folder.iterdir()} if folder.exists() else set()
 
 
-def matrices(trainer: Any) -> dict[str, Tensor]:
+def matrices(trainer):
     return {name: p.matrix for name, p in trainer.private_run.projectors_at(0).items()}
 
 
-def test_a_second_run_reuses_the_measured_p_and_rates(
-    tmp_path: Path, folder: Path, measured: list[str]
-) -> None:
+def test_a_second_run_reuses_the_measured_p_and_rates(tmp_path, folder, measured):
     one = begun(tmp_path / "one")
     assert measured == BOTH
     assert len(files(folder)) == 2
@@ -79,11 +77,9 @@ def test_a_second_run_reuses_the_measured_p_and_rates(
     assert shared[0] == shared[1] < len(matrices(one))
 
 
-def test_p_and_rates_do_not_depend_on_a_heads_weights(
-    tmp_path: Path, folder: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_p_and_rates_do_not_depend_on_a_heads_weights(tmp_path, folder, measured, monkeypatch):
     one = begun(tmp_path / "one")
-    model: Any = model_of("pretrained")
+    model = model_of("pretrained")
     nn.init.normal_(model.classifier.weight)
     other = begun(tmp_path / "other", model)
     assert measured == BOTH
@@ -98,18 +94,18 @@ def test_p_and_rates_do_not_depend_on_a_heads_weights(
 # ---- Another run ----
 
 
-def _changes_weights(model: Any, changes: dict[str, Any]) -> None:
+def _changes_weights(model, changes):
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[7, 0] += 1e-3
 
 
-def _layer(model: Any) -> Any:
+def _layer(model):
     return model.bert.encoder.layer[0]
 
 
 # Another buffer, attribute of a module, code (a hook is no part of a configuration), precision, and
 # selection of parameters.
-OTHER_MODELS: dict[str, Callable[[Any], Any]] = {
+OTHER_MODELS = {
     "buffer": lambda model: model.register_buffer("more", torch.zeros(1)),
     "attribute": lambda model: setattr(_layer(model).attention.self, "scaling", 0.7),
     "code": lambda model: _layer(model).output.register_forward_hook(lambda m, x, out: out * 1.5),
@@ -118,12 +114,12 @@ OTHER_MODELS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _option(**more: Any) -> Changed:
+def _option(**more):
     return lambda model, changes: changes.update(more)
 
 
 @pytest.fixture(scope="module")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def kept(tmp_path_factory):
     home = tmp_path_factory.mktemp("kept")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HOME", str(home))
@@ -150,8 +146,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_a_run_that_differs_measures_what_depends_on_it(
-    change: Changed, anew: list[str], kept: Path, folder: Path, tmp_path: Path, measured: list[str]
-) -> None:
+    change, anew, kept, folder, tmp_path, measured
+):
     shutil.copytree(kept, folder)
     model, changes = model_of("pretrained"), {}
     change(model, changes)
@@ -160,8 +156,8 @@ def test_a_run_that_differs_measures_what_depends_on_it(
 
 
 def test_another_version_of_the_package_measures_anew(
-    kept: Path, folder: Path, tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    kept, folder, tmp_path, measured, monkeypatch
+):
     shutil.copytree(kept, folder)
     monkeypatch.setattr(remembered, "_surroundings", lambda: ("other code",))
     begun(tmp_path / "other")
@@ -171,9 +167,7 @@ def test_another_version_of_the_package_measures_anew(
 # ---- What is never kept ----
 
 
-def test_what_was_measured_on_a_public_dataset_is_not_kept(
-    tmp_path: Path, folder: Path, measured: list[str]
-) -> None:
+def test_what_was_measured_on_a_public_dataset_is_not_kept(tmp_path, folder, measured):
     public = [
         {"attention_mask": torch.ones(8), "input_ids": torch.arange(n, n + 8)} for n in (5, 9)
     ]
@@ -185,7 +179,7 @@ def test_what_was_measured_on_a_public_dataset_is_not_kept(
     assert not files(folder)
 
 
-def test_of_weights_that_were_trained_nothing_is_kept(folder: Path) -> None:
+def test_of_weights_that_were_trained_nothing_is_kept(folder):
     model = model_of("pretrained")
     ledger = ledger_of(1)
     for trained, kept in ((False, 1), (True, 1)):
@@ -198,14 +192,12 @@ def test_of_weights_that_were_trained_nothing_is_kept(folder: Path) -> None:
         assert len(files(folder)) == kept
 
 
-def test_outside_of_the_start_of_a_run_nothing_is_kept(folder: Path) -> None:
+def test_outside_of_the_start_of_a_run_nothing_is_kept(folder):
     assert reused_or_made("number", {}, lambda: 1) == 1
     assert not files(folder)
 
 
-def test_a_resumed_run_neither_measures_nor_looks_up(
-    tmp_path: Path, folder: Path, measured: list[str]
-) -> None:
+def test_a_resumed_run_neither_measures_nor_looks_up(tmp_path, folder, measured):
     saving_trainer_of(tmp_path, model_of("pretrained"), stop_at=3).train()
     assert measured == BOTH
     for path in files(folder):
@@ -220,25 +212,23 @@ def test_a_resumed_run_neither_measures_nor_looks_up(
 
 
 @pytest.fixture
-def start() -> Iterator[nn.Module]:
+def start():
     model = model_of("pretrained")
     with remembering(model, SyntheticInputs(model)):
         yield model
 
 
-def _never() -> Any:
+def _never():
     raise AssertionError("it is kept, and was computed again")
 
 
-def _torn(content: bytes) -> bytes:
+def _torn(content):
     return content[: len(content) // 2]
 
 
 @pytest.mark.parametrize("damage", [_torn, lambda _: b"", lambda _: b"\x80\x05 junk"])
 @pytest.mark.usefixtures("start")
-def test_a_damaged_file_is_ignored_and_written_anew(
-    damage: Callable[[bytes], bytes], folder: Path
-) -> None:
+def test_a_damaged_file_is_ignored_and_written_anew(damage, folder):
     numbers = {"a": torch.arange(6.0).reshape(2, 3)}
     reused_or_made("numbers", {}, lambda: numbers)
     (path,) = files(folder)
@@ -248,17 +238,15 @@ def test_a_damaged_file_is_ignored_and_written_anew(
 
 
 @pytest.mark.usefixtures("start")
-def test_a_file_holds_values_exactly() -> None:
+def test_a_file_holds_values_exactly():
     value = {"a": [0.1, float("inf"), None], "b": 1e-300}
     assert reused_or_made("value", {}, lambda: value) == value
     assert reused_or_made("value", {}, _never) == value
 
 
 @pytest.mark.usefixtures("start")
-def test_a_folder_that_cannot_be_written_is_no_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Path, target: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(folder, monkeypatch):
+    def full(self, target):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
@@ -270,15 +258,15 @@ def test_a_folder_that_cannot_be_written_is_no_error(
     assert reused_or_made("number", {}, lambda: 2) == 2
 
 
-def test_processes_that_write_the_same_file_do_not_meet(folder: Path) -> None:
+def test_processes_that_write_the_same_file_do_not_meet(folder):
     """Here they are threads, which share the folder just as well."""
     together, expected = threading.Barrier(4), torch.randn(64, 64)
 
-    def make() -> Tensor:
+    def make():
         together.wait(30)
         return expected.clone()
 
-    def begin(model: nn.Module) -> list[Tensor]:
+    def begin(model):
         with remembering(model, SyntheticInputs(model)):
             return [reused_or_made("numbers", {}, how) for how in (make, _never)]
 
@@ -290,9 +278,7 @@ def test_processes_that_write_the_same_file_do_not_meet(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("start")
-def test_what_was_used_longest_ago_goes_first(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_used_longest_ago_goes_first(folder, monkeypatch):
     monkeypatch.setattr(remembered, "_MOST_BYTES", 12_000)
     for n in (1, 2, 1, 3):  # 1 is used again
         reused_or_made("numbers", {"n": n}, lambda n=n: torch.full((1000,), float(n)))

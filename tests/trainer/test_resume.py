@@ -1,7 +1,5 @@
 import os
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +23,7 @@ from tests.support.trainers import (
 SAVING = {"save_strategy": "steps", "save_steps": 3, "max_steps": 8}
 
 
-def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[Any, Any]:
+def _stop_and_resume(folder, stop_at=3, **settings):
     """Returns the trainer that stopped after its checkpoint and the one that resumed from it."""
     stopped = trained_in(folder, callbacks=[Watch(stop_at=stop_at)], **SAVING | settings)
     resumed = make_trainer(folder, callbacks=[Watch()], **SAVING | settings)
@@ -34,7 +32,7 @@ def _stop_and_resume(folder: Path, stop_at: int = 3, **settings: Any) -> tuple[A
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A run that stopped after three steps and its checkpoint; ``folder`` is a copy."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
@@ -42,7 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folder(finished: Path, tmp_path: Path) -> Path:
+def folder(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     return tmp_path / "run"
 
@@ -51,7 +49,7 @@ def folder(finished: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> None:
+def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path):
     """The draws that the host skips to get there are never used."""
     settings = SAVING | {"max_steps": -1, "num_train_epochs": 3, "cls": RecordingTrainer}
     stopped, resumed = _stop_and_resume(tmp_path, stop_at=9, **settings)
@@ -61,7 +59,7 @@ def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path: Path) -> 
     assert resumed.state.epoch == 3.0
 
 
-def test_resuming_repeats_neither_noise_nor_coins(releases: Any, tmp_path: Path) -> None:
+def test_resuming_repeats_neither_noise_nor_coins(releases, tmp_path):
     settings = SAVING | {
         "compute_loss_func": no_loss,
         "cls": RecordingTrainer,
@@ -83,12 +81,12 @@ def test_resuming_repeats_neither_noise_nor_coins(releases: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path: Path) -> None:
+def test_a_checkpoint_without_optimizer_state_keeps_the_account(tmp_path):
     _, resumed = _stop_and_resume(tmp_path, save_only_model=True)
     assert resumed.ledger.steps == resumed.state.global_step == 8
 
 
-def test_a_spent_budget_leaves_nothing_to_release(releases: Any, tmp_path: Path) -> None:
+def test_a_spent_budget_leaves_nothing_to_release(releases, tmp_path):
     """Neither after the last checkpoint, nor after one that was made five releases before."""
     make_trainer(tmp_path, target_epsilon=4.0, **SAVING).train()
     releases.clear()
@@ -108,7 +106,7 @@ def test_a_spent_budget_leaves_nothing_to_release(releases: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
+def test_a_budgeted_run_cannot_be_prolonged(tmp_path):
     """More steps need more noise, and the first steps had less."""
     settings = {"target_epsilon": 4.0, "callbacks": [Watch(stop_at=3)]}
     make_trainer(tmp_path, **SAVING | settings).train()
@@ -120,9 +118,7 @@ def test_a_budgeted_run_cannot_be_prolonged(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1.01, 0.97])
-def test_a_resumed_run_keeps_its_noise_if_it_suffices(
-    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_its_noise_if_it_suffices(share, tmp_path, monkeypatch):
     """As when it began with another version, or by another accountant."""
     settings = SAVING | {"target_epsilon": 4.0}
     with monkeypatch.context() as patch:
@@ -146,7 +142,7 @@ def test_a_resumed_run_keeps_its_noise_if_it_suffices(
     assert resumed.privacy_spent().epsilon == resumed.ledger.epsilon() < 4.0
 
 
-def test_what_may_change_on_resume_may_change(folder: Path) -> None:
+def test_what_may_change_on_resume_may_change(folder):
     changes = {"engine": "functorch", "accountant": "prv", "expected_batch_size": 4}
     resumed = make_trainer(folder, **SAVING | changes | {"per_device_train_batch_size": 1})
     resumed.train(resume_from_checkpoint=True)
@@ -158,7 +154,7 @@ def test_what_may_change_on_resume_may_change(folder: Path) -> None:
 
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.
 # (what is replaced, the call that dies, whether after it was made)
-MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
+MOMENTS = {
     "before a release is recorded": (Ledger, "record", 4, False),
     "after a release is recorded, before it is made": (Ledger, "record", 4, True),
     "before the gradient reaches the weights": (ProjectedOptimizer, "step", 3, False),
@@ -168,18 +164,18 @@ MOMENTS: dict[str, tuple[Any, str, int, bool]] = {
 }
 
 
-def _train(folder: Path, moment: str) -> None:
+def _train(folder, moment):
     """Runs in a process of its own; notes each release in a file as soon as it is made."""
     torch.set_num_threads(1)
     report = os.open(folder.parent / "reported", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     original = PrivateMechanism.release
 
-    def release(self: PrivateMechanism) -> dict[str, torch.Tensor]:
+    def release(self):
         result = original(self)
         os.write(report, b".")
         return result
 
-    PrivateMechanism.release = release  # type: ignore[method-assign]
+    PrivateMechanism.release = release
     owner, name, at_call, after = MOMENTS[moment]
     setattr(owner, name, ending(getattr(owner, name), at_call, die, after=after))
     make_trainer(folder, target_epsilon=4.0, **SAVING | {"save_steps": 2}).train()
@@ -188,8 +184,8 @@ def _train(folder: Path, moment: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_this_moment_resumes_without_undercounting(
-    moment: str, releases: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
-) -> None:
+    moment, releases, caplog, tmp_path
+):
     """Resumed by ``True``; every noisy update of both processes is in the ledger."""
     folder = tmp_path / "run"
     run_until_killed(_train, folder, moment)
@@ -214,7 +210,7 @@ def test_a_run_killed_at_this_moment_resumes_without_undercounting(
         assert (saved.updates, saved.steps) == (8 - lost, 8)
 
 
-def test_epochs_continue_in_a_run_that_skips_no_data(tmp_path: Path) -> None:
+def test_epochs_continue_in_a_run_that_skips_no_data(tmp_path):
     settings = {"ignore_data_skip": True, "max_steps": 8, "logging_steps": 1}
     _, resumed = _stop_and_resume(tmp_path / "resumed", stop_at=4, **settings)
     whole = trained_in(tmp_path / "whole", **SAVING | settings)

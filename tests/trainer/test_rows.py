@@ -1,9 +1,6 @@
 """Rows of the training data that are not examples, of which the trainer warns when it is made."""
 
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
@@ -26,7 +23,7 @@ class Processor:
     tokenizer = Tokens()
 
 
-def data_of(rows: list[list[int]], labels: list[Any] | None = None, **columns: Any) -> Dataset:
+def data_of(rows, labels=None, **columns):
     """Returns a data set that was made from a split of so many texts, as ``map`` keeps it."""
     held = {"input_ids": rows, **({} if labels is None else {"labels": labels}), **columns}
     data = Dataset.from_dict(held, split=datasets.Split.TRAIN)
@@ -34,7 +31,7 @@ def data_of(rows: list[list[int]], labels: list[Any] | None = None, **columns: A
     return data
 
 
-def cut(*names: str) -> Dataset:
+def cut(*names):
     """Some texts cut into two rows, with columns that say which text a row is of."""
     parts = [(i, text[k:]) for i, text in enumerate(TEXTS) for k in (0, 3)[: 1 + (i % 3 == 0)]]
     columns = {"overflow_to_sample_mapping": [i for i, _ in parts]}
@@ -43,19 +40,19 @@ def cut(*names: str) -> Dataset:
     return data_of([part for _, part in parts], [len(part) % 2 for _, part in parts], **named)
 
 
-def whole(of: str = "e") -> Dataset:
+def whole(of="e"):
     ids = [f"{of}{i}" for i in range(SOURCE)]
     return data_of(TEXTS, overflow_to_sample_mapping=[*range(SOURCE)], example_id=ids)
 
 
-def packed(marks: tuple[int, ...] = (END,), size: int = 12, texts: int = SOURCE) -> Dataset:
+def packed(marks=(END,), size=12, texts=SOURCE):
     """All texts joined, with marks behind each, and cut into blocks."""
     tokens = [token for text in TEXTS[:texts] for token in (*text, *marks)]
     blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
     return data_of(blocks, blocks)
 
 
-def in_pairs(name: str) -> Dataset:
+def in_pairs(name):
     """Two texts a row, as TRL packs them, and where each ends."""
     pairs = list(zip(TEXTS[::2], TEXTS[1::2], strict=True))
     columns = {
@@ -65,24 +62,24 @@ def in_pairs(name: str) -> Dataset:
     return data_of([one + other for one, other in pairs], **{name: columns[name]})
 
 
-def alone() -> Dataset:
+def alone():
     """What packing leaves of texts of which no two fit in a row, padded on either side."""
     rows = [[PAD, *row, PAD] for row in TEXTS]
     positions = [[1, *range(len(row)), 0] for row in TEXTS]
     return data_of(rows, seq_lengths=[[len(row)] for row in TEXTS], position_ids=positions)
 
 
-def unpacked(texts: int, length: int, *first: int) -> Dataset:
+def unpacked(texts, length, *first):
     """Each text in a row of its own, cut at one length."""
     rows = [[*first, *text[:length]] for text in TEXTS[:texts]]
     return data_of(rows, rows)
 
 
-def tokens(*rows: list[int]) -> Dataset:
+def tokens(*rows):
     return Dataset.from_dict({"input_ids": rows})
 
 
-def windows(step: int, size: int = 16) -> Dataset:
+def windows(step, size=16):
     """Windows of long texts, with a prompt before each."""
     long = [[200 + 40 * i + j for j in range(40)] for i in range(SOURCE)]
     cuts = [text[k : k + size] for text in long for k in range(0, 40 - size + 1, step)]
@@ -106,9 +103,7 @@ FROM_SPLIT = "has more rows than the split that it was made from"
         (windows(6), None, ("overlap",)),
     ],
 )
-def test_rows_that_are_parts_or_blocks_are_warned_of(
-    data: Dataset, tokenizer: Any, words: tuple[str, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_are_parts_or_blocks_are_warned_of(data, tokenizer, words, caplog):
     warn_of_rows(data, tokenizer)
     (record,) = caplog.records
     text = record.getMessage()
@@ -140,18 +135,14 @@ def test_rows_that_are_parts_or_blocks_are_warned_of(
         lambda: windows(40),
     ],
 )
-def test_rows_that_are_examples_are_not_warned_of(
-    make: Callable[[], Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_that_are_examples_are_not_warned_of(make, caplog):
     data = make()
     for tokenizer in (None, Tokens()):
         warn_of_rows(data, tokenizer)
     assert not caplog.records
 
 
-def test_the_size_of_a_loaded_split_is_known_after_map(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_size_of_a_loaded_split_is_known_after_map(tmp_path, caplog):
     (tmp_path / "train.json").write_text('{"text": "a b"}\n{"text": "c d"}\n')
     files = {"data_files": str(tmp_path / "train.json"), "cache_dir": str(tmp_path / "cache")}
     data = datasets.load_dataset("json", split="train", **files)
@@ -170,21 +161,17 @@ def test_the_size_of_a_loaded_split_is_known_after_map(
         ({"method": "adam", "noise_multiplier": None, "target_delta": None}, 0),
     ],
 )
-def test_only_private_runs_without_a_unit_are_warned(
-    settings: dict[str, Any], warns: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_private_runs_without_a_unit_are_warned(settings, warns, tmp_path, caplog):
     make_trainer(tmp_path, train_dataset=cut(ID), **settings)
     assert sum(r.levelno >= logging.WARNING for r in caplog.records) == warns
 
 
-def test_blocks_are_recognized_by_the_tokenizer_of_the_collator(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_blocks_are_recognized_by_the_tokenizer_of_the_collator(tmp_path, caplog):
     make_trainer(tmp_path, train_dataset=packed(), data_collator=Processor())
     assert PACKED in caplog.text
 
 
-def test_no_row_is_transformed_or_decoded_to_look_at_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_row_is_transformed_or_decoded_to_look_at_it(caplog):
     """A transform may toss coins, and read files."""
     data = packed()
     data.set_transform(lambda rows: pytest.fail("it was fetched"))

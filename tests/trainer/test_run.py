@@ -1,9 +1,6 @@
 """A step of a run: its order, who may look on, and that it needs no trainer."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -31,22 +28,22 @@ from tests.support.trainers import (
 class Notes(phases.Observer):
     """Notes the phases, each with those it lies in, and what is made when."""
 
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-        self.inside: list[str] = []
+    def __init__(self):
+        self.seen = []
+        self.inside = []
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name):
         self.inside.append(name)
         self.seen.append("/".join(self.inside))
         yield
         self.inside.pop()
 
-    def computed(self, name: str, values: Any) -> None:
+    def computed(self, name, values):
         self.seen.append(f"computed {name}")
 
 
-def private_run(folder: Path, observer: Any = None, **changes: Any) -> PrivateRun:
+def private_run(folder, observer=None, **changes):
     args = make_args(folder, **changes)
     run = PrivateRun(args, TinyForSequenceClassification(), observer=observer)
     plan = PrivacyPlan(args, len(points()))
@@ -56,7 +53,7 @@ def private_run(folder: Path, observer: Any = None, **changes: Any) -> PrivateRu
     return run
 
 
-def draw(*sizes: int) -> LogicalBatch:
+def draw(*sizes):
     examples, batches, first = points(), [], 0
     for size in sizes:
         batches.append(default_data_collator([examples[i] for i in range(first, first + size)]))
@@ -64,7 +61,7 @@ def draw(*sizes: int) -> LogicalBatch:
     return LogicalBatch([{k: b[k] for k in ("x", "labels")} for b in batches], sizes)
 
 
-def test_a_step_has_its_phases_in_order(tmp_path: Path) -> None:
+def test_a_step_has_its_phases_in_order(tmp_path):
     notes = Notes()
     run = private_run(tmp_path, notes)
     run.step(0, draw(4, 4))
@@ -79,7 +76,7 @@ def test_a_step_has_its_phases_in_order(tmp_path: Path) -> None:
     assert inner == [phases.REDRAW, phases.RELEASE, f"{phases.RELEASE}/{phases.RECORD}"]
 
 
-def test_a_run_releases_what_the_trainer_does(releases: Any, tmp_path: Path) -> None:
+def test_a_run_releases_what_the_trainer_does(releases, tmp_path):
     make_trainer(tmp_path / "trainer", max_steps=1, **EXACT).train()
     run = private_run(tmp_path / "run", max_steps=1, **EXACT)
     run.per_sample.observer = found = Releases()
@@ -91,7 +88,7 @@ def test_a_run_releases_what_the_trainer_does(releases: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_trainer_that_stopped_resumes_itself(tmp_path: Path) -> None:
+def test_a_trainer_that_stopped_resumes_itself(tmp_path):
     """Its optimizer is older than the run; the state of the projection is saved with it."""
     settings = EXACT | {"method": "dp_galore", "save_strategy": "steps", "save_steps": 1}
     whole = trained_in(tmp_path / "whole", **settings)

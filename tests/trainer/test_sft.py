@@ -1,7 +1,6 @@
 """TRL's ``SFTTrainer`` made private: its preparation of data, its evaluation."""
 
 import sys
-from pathlib import Path
 
 import datasets
 import pytest
@@ -20,14 +19,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` i
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def _quiet(monkeypatch):
     send_nothing(monkeypatch)
 
 
 @pytest.mark.parametrize("completions_only", [False, None])
-def test_the_loss_is_the_mean_over_the_samples_own_completion(
-    completions_only: bool | None, tmp_path: Path
-) -> None:
+def test_the_loss_is_the_mean_over_the_samples_own_completion(completions_only, tmp_path):
     """Two completions of different length weigh the same; the prompt counts only if asked for."""
     trainer = sft(tmp_path, completion_only_loss=completions_only)
     rows = trainer.train_dataset
@@ -43,7 +40,7 @@ def test_the_loss_is_the_mean_over_the_samples_own_completion(
 
 
 @pytest.mark.slow
-def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
+def test_a_peft_config_trains_the_adapter_alone(tmp_path):
     model = llama()
     before = weights_of(model)
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -63,7 +60,7 @@ def test_a_peft_config_trains_the_adapter_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_conversations_train_with_autocast_and_checkpointing(tmp_path: Path) -> None:
+def test_conversations_train_with_autocast_and_checkpointing(tmp_path):
     """bfloat16 autocast, gradient checkpointing and the chat template."""
     said = [{"role": "user", "content": "w0"}, {"role": "assistant", "content": "w1"}]
     chats = datasets.Dataset.from_list([{"messages": said}] * 24)
@@ -76,7 +73,7 @@ def test_conversations_train_with_autocast_and_checkpointing(tmp_path: Path) -> 
     assert trainer.ledger.steps == 4
 
 
-def test_rows_that_are_dropped_are_not_counted(tmp_path: Path) -> None:
+def test_rows_that_are_dropped_are_not_counted(tmp_path):
     """A prompt that fills ``max_length`` leaves nothing to learn; N is what is left."""
     rows = [*prompts(20), {"prompt": " ".join(WORDS[:9]), "completion": " w1"}]
     trainer = sft(tmp_path, train_dataset=datasets.Dataset.from_list(rows), max_length=8)
@@ -84,7 +81,7 @@ def test_rows_that_are_dropped_are_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prepared", [True, False])
-def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Path) -> None:
+def test_evaluating_on_the_training_data_is_refused(prepared, tmp_path):
     data = prompts()
     with pytest.raises(PrivacyError, match="training rows"):
         sft(tmp_path, train_dataset=data, eval_dataset={"seen": data})
@@ -93,7 +90,7 @@ def test_evaluating_on_the_training_data_is_refused(prepared: bool, tmp_path: Pa
         trainer.evaluate(trainer.train_dataset if prepared else data)
 
 
-def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_trl_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "trl", None)
     monkeypatch.delitem(sys.modules, "dp_grape_hf.trainer.sft")
     monkeypatch.delattr(dp_grape_hf.trainer, "sft")
@@ -105,9 +102,7 @@ def test_without_trl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["DPGrapeSFTConfig", "DPGrapeDPOConfig", "DPGrapeRewardConfig"])
 @pytest.mark.parametrize("has_bfloat16", [False, True])
-def test_configs_are_made_on_any_machine(
-    name: str, has_bfloat16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configs_are_made_on_any_machine(name, has_bfloat16, tmp_path, monkeypatch):
     for module in ("dp_grape_hf.trainer.sft", "transformers.training_args"):
         monkeypatch.setattr(f"{module}.is_torch_bf16_gpu_available", lambda: has_bfloat16)
     config = getattr(dp_grape_hf, name)(output_dir=str(tmp_path), eps=8, delta=1e-4)

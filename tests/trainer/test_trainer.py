@@ -1,12 +1,10 @@
 import json
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import datasets
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, EvalPrediction, TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.ledger import LEDGER_NAME
@@ -28,7 +26,7 @@ from tests.support.trainers import (
 )
 
 
-def small(name: str, **changes: Any) -> Any:
+def small(name, **changes):
     """A model of one layer, and examples for it."""
     return only(name).model(num_hidden_layers=1, **changes), examples_of(name)
 
@@ -40,9 +38,7 @@ def small(name: str, **changes: Any) -> Any:
         ("bert-classifier", {"projection": "gaussian", "projection_rank": 32}),
     ],
 )
-def test_without_noise_and_projection_training_equals_the_plain_trainer(
-    name: str, projection: dict[str, Any], tmp_path: Path
-) -> None:
+def test_without_noise_and_projection_training_equals_the_plain_trainer(name, projection, tmp_path):
     """Step for step, with weight decay, warm-up and a schedule; min(m, n) <= 32 everywhere."""
     settings = {
         "learning_rate": 2e-3,
@@ -73,11 +69,11 @@ def test_without_noise_and_projection_training_equals_the_plain_trainer(
         assert ours == pytest.approx(theirs)
 
 
-def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+def _accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def test_evaluate_predict_and_metrics_work_before_during_and_after_training(tmp_path: Path) -> None:
+def test_evaluate_predict_and_metrics_work_before_during_and_after_training(tmp_path):
     watch = Watch()
     trainer = make_trainer(
         tmp_path,
@@ -101,7 +97,7 @@ def test_evaluate_predict_and_metrics_work_before_during_and_after_training(tmp_
     assert trainer.ledger.steps == 4
 
 
-def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
+def test_evaluation_does_not_change_what_is_trained(tmp_path):
     weights = []
     for strategy in ("no", "steps"):
         evaluating = {"eval_dataset": points(5, seed=1), "eval_strategy": strategy, "eval_steps": 1}
@@ -110,7 +106,7 @@ def test_evaluation_does_not_change_what_is_trained(tmp_path: Path) -> None:
     assert_same_weights(weights[0], weights[1])
 
 
-def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+def _smoothed(outputs, labels, num_items_in_batch=None):
     return torch.nn.functional.cross_entropy(
         outputs["logits"], labels, reduction="none", label_smoothing=0.1
     )
@@ -121,7 +117,7 @@ def _smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
     [{"compute_loss_func": _smoothed}, {"label_smoothing_factor": 0.1}],
     ids=["function", "option"],
 )
-def test_another_loss_trains_each_sample_and_evaluates(loss: Any, tmp_path: Path) -> None:
+def test_another_loss_trains_each_sample_and_evaluates(loss, tmp_path):
     model, examples = small("bert-classifier")
     held = examples_of("bert-classifier", 5, seed=1)
     batch = only("bert-classifier").batch(5, seed=1)
@@ -135,7 +131,7 @@ def test_another_loss_trains_each_sample_and_evaluates(loss: Any, tmp_path: Path
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> None:
+def test_columns_that_the_model_does_not_take_are_dropped(tmp_path):
     rows = [
         {"x": e["x"].tolist(), "labels": int(e["labels"]), "text": "never a tensor"}
         for e in points(29).examples
@@ -150,11 +146,11 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path: Path) -> Non
 # ---- Callbacks, logs, trackers ----
 
 
-def test_callbacks_see_every_step_once_and_no_gradient(tmp_path: Path) -> None:
+def test_callbacks_see_every_step_once_and_no_gradient(tmp_path):
     """Parameters have none that a callback could read or log."""
 
     class Look(TrainerCallback):
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
             assert all(p.grad is None for p in kwargs["model"].parameters())
 
         on_optimizer_step = on_step_end = on_pre_optimizer_step
@@ -179,7 +175,7 @@ EVALUATING = {
 }
 
 
-def test_choices_by_metrics_need_the_word_that_data_are_public(tmp_path: Path) -> None:
+def test_choices_by_metrics_need_the_word_that_data_are_public(tmp_path):
     with pytest.raises(PrivacyError, match="hyperparameter_search"):
         make_trainer(tmp_path).hyperparameter_search()
     settings = EVALUATING | {"metric_for_best_model": "loss", "greater_is_better": True}
@@ -191,7 +187,7 @@ def test_choices_by_metrics_need_the_word_that_data_are_public(tmp_path: Path) -
         trainer.train()
 
 
-def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Path) -> None:
+def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path):
     trainer = trained_in(
         tmp_path,
         callbacks=[EarlyStoppingCallback(1, early_stopping_threshold=1e6)],
@@ -208,7 +204,7 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path: Pat
 # ---- Saving and loading ----
 
 
-def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path: Path) -> None:
+def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path):
     model, examples = small("opt")
     watch, settings = Watch(), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     trained_in(tmp_path, model=model, train_dataset=examples, callbacks=[watch], **settings)
@@ -217,7 +213,7 @@ def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path: Path) -
     assert_same_weights(weights_of(loaded), weights_of(model))
 
 
-def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
+def test_checkpoints_are_rotated_and_complete(tmp_path):
     make_trainer(tmp_path, save_total_limit=2, save_strategy="steps", save_steps=1).train()
     folders = sorted(path.name for path in tmp_path.glob("checkpoint-*"))
     assert folders == ["checkpoint-3", "checkpoint-4"]
@@ -225,14 +221,14 @@ def test_checkpoints_are_rotated_and_complete(tmp_path: Path) -> None:
     assert {"model.safetensors", LEDGER_NAME, "README.md", "optimizer.pt", "scheduler.pt"} <= names
     assert "rng_state.pth" not in names
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(f"{constant} is no JSON")
 
     state = (tmp_path / "checkpoint-4" / "trainer_state.json").read_text()
     assert json.loads(state, parse_constant=refuse)["global_step"] == 4
 
 
-def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: Path) -> None:
+def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path):
     trainer = make_trainer(tmp_path)
     result = trainer.train()
     trainer.save_model()
@@ -250,14 +246,14 @@ def test_what_the_examples_of_transformers_call_after_training_passes(tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path):
     """Saved in the middle of a projection period, it computes what the model in training does."""
     model, examples = small("opt")
     inputs = {"input_ids": only("opt").batch(2)["input_ids"]}
     found = []
 
     class Compare(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_save(self, args, state, control, **kwargs):
             saved = type(model).from_pretrained(tmp_path / f"checkpoint-{state.global_step}")
             with torch.no_grad():
                 found.append([m.eval()(**inputs).logits for m in (saved, kwargs["model"])])
@@ -286,9 +282,7 @@ def test_a_checkpoint_holds_the_updates_that_are_kept_in_float32(tmp_path: Path)
         ("all-linear", 6, set()),  # which would save nothing
     ],
 )
-def test_target_modules_say_what_is_projected(
-    wanted: Any, rank: int, expected: set[str], tmp_path: Path
-) -> None:
+def test_target_modules_say_what_is_projected(wanted, rank, expected, tmp_path):
     trainer = trained_in(tmp_path, optim_target_modules=wanted, projection_rank=rank, max_steps=1)
     names = {p: n for n, p in trainer.model.named_parameters()}
     moments = {p: state["exp_avg"] for p, state in trainer.optimizer.optimizer.state.items()}
@@ -296,7 +290,7 @@ def test_target_modules_say_what_is_projected(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_targets_name_each_weight_once(tied: bool) -> None:
+def test_targets_name_each_weight_once(tied):
     model = only("llama").model(tie_word_embeddings=tied)
     trainable = dict(model.named_parameters())
     names = projection_targets(model, trainable, ["q_proj", "embed_tokens", "lm_head"])
@@ -332,16 +326,14 @@ ADAM = torch.optim.Adam(TinyForSequenceClassification().parameters())
         ({"model": TinyForSequenceClassification().requires_grad_(False)}, "requires_grad"),
     ],
 )
-def test_what_contradicts_a_private_run_is_refused_at_construction(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_what_contradicts_a_private_run_is_refused_at_construction(changes, message, tmp_path):
     with pytest.raises(PrivacyError, match=message):
         make_trainer(tmp_path, **changes)
 
 
-def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Path) -> None:
+def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path):
     class Untouchable(Examples):
-        def __getitem__(self, index: int) -> Any:
+        def __getitem__(self, index):
             raise AssertionError("an example was read")
 
     trainer = make_trainer(tmp_path, train_dataset=Untouchable([{}] * 24), target_epsilon=2.0)
@@ -350,7 +342,7 @@ def test_noise_is_calibrated_at_construction_before_data_is_touched(tmp_path: Pa
     assert trainer.privacy_spent().epsilon == 0
 
 
-def test_a_scheduler_of_the_user_sets_the_learning_rate(tmp_path: Path) -> None:
+def test_a_scheduler_of_the_user_sets_the_learning_rate(tmp_path):
     """It is made for the optimizer in use, which the trainer makes when asked."""
     watch = Watch()
     trainer = make_trainer(tmp_path, callbacks=[watch], learning_rate=0.5)
@@ -361,7 +353,7 @@ def test_a_scheduler_of_the_user_sets_the_learning_rate(tmp_path: Path) -> None:
     assert trainer.optimizer.param_groups[0]["lr"] == 0.03125
 
 
-def test_training_without_a_training_set_is_refused_and_evaluation_works(tmp_path: Path) -> None:
+def test_training_without_a_training_set_is_refused_and_evaluation_works(tmp_path):
     trainer = DPGrapeTrainer(
         TinyForSequenceClassification(), make_args(tmp_path), eval_dataset=points(8)
     )

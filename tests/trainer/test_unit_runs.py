@@ -1,12 +1,8 @@
 """Runs whose privacy unit is named by a column, against the plain definition and plain runs."""
 
-from pathlib import Path
-from typing import Any
-
 import datasets
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from dp_grape_hf import PrivacyError
@@ -32,7 +28,7 @@ OWNED = {
 }
 
 
-def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
+def _run(folder, **settings):
     """Returns a trainer after training with known coins and noise, and what was seen of it."""
     watch = Watch()
     settings = {"train_dataset": owned(), "known_streams": Streams.seeded()} | settings
@@ -40,7 +36,7 @@ def _run(folder: Path, **settings: Any) -> tuple[Any, Watch]:
     return trainer, watch
 
 
-def _of_user(weights: dict[str, Tensor], examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _of_user(weights, examples):
     """Returns the gradient of the sum of the losses of a user's examples, by plain autograd."""
     model = TinyForSequenceClassification()
     model.load_state_dict(weights)
@@ -49,7 +45,7 @@ def _of_user(weights: dict[str, Tensor], examples: list[dict[str, Any]]) -> dict
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_release_is_the_clipped_sum_over_users(tmp_path: Path, releases: Any) -> None:
+def test_a_release_is_the_clipped_sum_over_users(tmp_path, releases):
     """Autograd per user, sum, clip, sum, divide by the expected number of users."""
     rows = owned().examples
     listed = [{**r, "x": r["x"].tolist(), "labels": int(r["labels"])} for r in rows]
@@ -79,7 +75,7 @@ def test_a_release_is_the_clipped_sum_over_users(tmp_path: Path, releases: Any) 
     assert trainer.plan.mechanism.sample_rate == 3 / len(SIZES)
 
 
-def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
+def test_declared_numbers_are_of_units(tmp_path):
     """An epoch has 1/q steps, rounded up; the divisor is of units, too."""
     settings = {"max_examples_per_unit": 2, "cls": RecordingTrainer, "max_steps": -1}
     trainer, _ = _run(tmp_path, num_samples=10, num_train_epochs=2, **settings)
@@ -104,14 +100,12 @@ def test_declared_numbers_are_of_units(tmp_path: Path) -> None:
         ({"train_dataset": iter(())}, "without random access"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_at_construction(
-    settings: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_kept_is_refused_at_construction(settings, reason, tmp_path):
     with pytest.raises(PrivacyError, match=reason):
         make_trainer(tmp_path, **OWNED | {"train_dataset": owned()} | settings)
 
 
-def test_other_data_are_read_again(tmp_path: Path) -> None:
+def test_other_data_are_read_again(tmp_path):
     rows = owned().examples
     trainer = make_trainer(tmp_path, **OWNED, train_dataset=Examples(rows))
     trainer.train_dataset = Examples([row | {"user": row["user"] + "!"} for row in rows[:-1]])
@@ -125,7 +119,7 @@ def test_other_data_are_read_again(tmp_path: Path) -> None:
     [list.reverse, lambda rows: rows.append(points(1).examples[0] | {"user": "late"})],
     ids=["moved", "longer"],
 )
-def test_data_that_changed_in_place_are_refused(change: Any, tmp_path: Path) -> None:
+def test_data_that_changed_in_place_are_refused(change, tmp_path):
     rows = list(owned().examples)
     trainer = make_trainer(tmp_path, **OWNED, train_dataset=Examples(rows))
     change(rows)
@@ -133,17 +127,17 @@ def test_data_that_changed_in_place_are_refused(change: Any, tmp_path: Path) -> 
         trainer.train()
 
 
-def _collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _collate(examples):
     return {name: torch.stack([e[name] for e in examples]) for name in ("x", "labels")}
 
 
-def _sorted(examples: list[dict[str, Any]]) -> dict[str, Tensor]:
+def _sorted(examples):
     """The first example of the data always comes first, so that no pair with it shows anything."""
     first = owned().examples[0]["x"]
     return _collate(sorted(examples, key=lambda example: float((example["x"] - first).norm())))
 
 
-def test_a_collator_that_sorts_is_refused(tmp_path: Path) -> None:
+def test_a_collator_that_sorts_is_refused(tmp_path):
     """It would give the row of a longer companion for that of an example."""
     with pytest.raises(PrivacyError, match="keeps their order"):
         _run(tmp_path, data_collator=_sorted)

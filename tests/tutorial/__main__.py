@@ -11,7 +11,6 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import nbformat
@@ -19,7 +18,7 @@ import nbformat
 from tests.tutorial.notebooks import NOTEBOOKS, PICTURES, execute, load, pictures
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def main(argv=None):
     """Runs all notebooks, or one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     numbers = [int(path.name[0]) for path in NOTEBOOKS]

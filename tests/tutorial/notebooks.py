@@ -4,13 +4,10 @@ import ast
 import base64
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
-from nbformat import NotebookNode
 
 _ROOT = Path(__file__).parents[2]
 FOLDER = _ROOT / "recipes" / "tutorial"
@@ -19,12 +16,12 @@ PICTURES = FOLDER / "pictures"
 _PATIENCE = 600  # seconds for a cell, on a machine that is busy
 
 
-def load(path: Path) -> NotebookNode:
+def load(path):
     """Returns a notebook as it is in its file."""
     return nbformat.read(path, as_version=4)
 
 
-def execute(notebook: NotebookNode, folder: Path) -> None:
+def execute(notebook, folder):
     """Runs all cells in a folder, which takes what they write, and keeps their tidied outputs.
 
     Raises:
@@ -45,14 +42,14 @@ def execute(notebook: NotebookNode, folder: Path) -> None:
             raise ValueError(f"An output names a path of this machine: {place}")
 
 
-def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+def code_cells(notebook):
     """Returns the cells that are run."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def _tidied(outputs: list[NotebookNode]) -> list[NotebookNode]:
+def _tidied(outputs):
     """Returns outputs without what libraries say on stderr, and with a stream in one piece."""
-    kept: list[NotebookNode] = []
+    kept = []
     for output in outputs:
         if output.output_type == "stream":
             if output.name == "stderr":
@@ -64,19 +61,19 @@ def _tidied(outputs: list[NotebookNode]) -> list[NotebookNode]:
     return kept
 
 
-def found(notebook: NotebookNode) -> dict[str, Any]:
+def found(notebook):
     """Returns what a notebook found: the value of its last cell, a dictionary of numbers."""
     (output,) = code_cells(notebook)[-1].outputs
     return ast.literal_eval(output.data["text/plain"])
 
 
-def text_of(notebook: NotebookNode) -> str:
+def text_of(notebook):
     """Returns what a notebook prints."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     return "".join(output.text for output in outputs if output.output_type == "stream")
 
 
-def pictures(path: Path, notebook: NotebookNode) -> Iterator[tuple[str, bytes]]:
+def pictures(path, notebook):
     """Yields name and content of each picture that a notebook shows, in order."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     shown = [data["image/png"] for o in outputs if "image/png" in (data := o.get("data", {}))]

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ PRIVATE, PUBLIC = "ε = 2", "no privacy"
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-def check_classifier(numbers: dict[str, Any], text: str) -> None:
+def check_classifier(numbers, text):
     """It learns under every budget, more from a larger one, and less than without privacy."""
     reached = numbers["private"]
     assert numbers["epsilon"] <= 4
@@ -39,7 +37,7 @@ def check_classifier(numbers: dict[str, Any], text: str) -> None:
     assert "Nothing disagrees." in text
 
 
-def check_language_model(numbers: dict[str, Any], text: str) -> None:
+def check_language_model(numbers, text):
     """The adapter makes private answers likelier, and drafts be written as they are."""
     before, after = numbers["before"], numbers["after"]
     assert after["perplexity"] < before["perplexity"] / 2
@@ -49,7 +47,7 @@ def check_language_model(numbers: dict[str, Any], text: str) -> None:
     assert "Nothing disagrees." in text
 
 
-def check_what_epsilon_means(numbers: dict[str, Any], text: str) -> None:
+def check_what_epsilon_means(numbers, text):
     """Attacks beat chance without privacy, hardly with it, and no audit refutes a claim."""
     for attack in ("loss threshold", "LiRA"):
         public, private = (numbers["auc"][f"{way}, {attack}"] for way in (PUBLIC, PRIVATE))
@@ -67,7 +65,7 @@ CHECKS = {1: check_classifier, 2: check_language_model, 3: check_what_epsilon_me
 
 
 @each_notebook
-def test_a_committed_notebook_was_run(path: Path) -> None:
+def test_a_committed_notebook_was_run(path):
     notebook = load(path)
     nbformat.validate(notebook)
     cells = code_cells(notebook)
@@ -81,7 +79,7 @@ def test_a_committed_notebook_was_run(path: Path) -> None:
 
 
 @each_notebook
-def test_a_committed_notebook_has_no_noise_and_names_no_machine(path: Path) -> None:
+def test_a_committed_notebook_has_no_noise_and_names_no_machine(path):
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"(?<![\w.\-{}])/(?:tmp|work|root|opt|home|Users|usr|var)/", text)
     outputs = [output for cell in code_cells(load(path)) for output in cell.outputs]
@@ -90,14 +88,14 @@ def test_a_committed_notebook_has_no_noise_and_names_no_machine(path: Path) -> N
 
 
 @each_notebook
-def test_a_committed_picture_is_that_of_its_notebook(path: Path) -> None:
+def test_a_committed_picture_is_that_of_its_notebook(path):
     shown = dict(pictures(path, load(path)))
     committed = {p.name: p.read_bytes() for p in PICTURES.glob(f"{path.stem}_*.png")}
     assert shown == committed
     assert shown
 
 
-def test_the_page_shows_and_links_a_picture_of_each_notebook() -> None:
+def test_the_page_shows_and_links_a_picture_of_each_notebook():
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     named = re.findall(r"!\[.+?\]\((.+?)\)", page)
     assert [name for name in named if not (FOLDER / name).exists()] == []
@@ -107,7 +105,7 @@ def test_the_page_shows_and_links_a_picture_of_each_notebook() -> None:
 
 
 @each_notebook
-def test_notebooks_refer_to_files_that_exist(path: Path) -> None:
+def test_notebooks_refer_to_files_that_exist(path):
     prose = "".join(cell.source for cell in load(path).cells if cell.cell_type == "markdown")
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if "://" not in link]
     assert links
@@ -117,14 +115,14 @@ def test_notebooks_refer_to_files_that_exist(path: Path) -> None:
 @pytest.mark.slow
 @each_notebook
 @pytest.mark.filterwarnings("ignore")  # of the libraries that start a kernel
-def test_what_a_notebook_claims_is_found_again(path: Path, tmp_path: Path) -> None:
+def test_what_a_notebook_claims_is_found_again(path, tmp_path):
     notebook = load(path)
     execute(notebook, tmp_path)
     CHECKS[int(path.name[0])](found(notebook), text_of(notebook))
     assert all(content.startswith(b"\x89PNG") for _, content in pictures(path, notebook))
 
 
-def test_library_messages_are_omitted_and_local_paths_are_refused(tmp_path: Path) -> None:
+def test_library_messages_are_omitted_and_local_paths_are_refused(tmp_path):
     said = "import os, sys\nprint('a')\nprint('b', file=sys.stderr)\nprint('c')\n{'d': 1}"
     cells = [nbformat.v4.new_code_cell(source) for source in (said, "os.getcwd()")]
     notebook = nbformat.v4.new_notebook(cells=cells)

@@ -1,7 +1,6 @@
 """What takes no part in a loss is frozen by inputs that are nobody's, and nothing else is."""
 
 from inspect import Parameter, Signature
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from dp_grape_hf.errors import UnsupportedModelError
 from dp_grape_hf.gradients import freeze_unused, loss_for, make_engine, refuse_reached as refuse
 from dp_grape_hf.projections import synthetic_batches
-from tests.models.zoo import FAMILIES, WIDE, Row, rows
+from tests.models.zoo import FAMILIES, WIDE, rows
 from tests.support.marks import slow_but
 from tests.support.trainers import weights_of
 
@@ -33,7 +32,7 @@ MAY_READ_MORE = ("Longformer", "LED", "XLNet")  # global_attention_mask, target_
 
 
 @pytest.mark.parametrize("entry", slow_but(QUICK, EVERY))
-def test_exactly_the_unused_parameters_of_each_model_are_frozen(entry: Row) -> None:
+def test_exactly_the_unused_parameters_of_each_model_are_frozen(entry):
     model = entry.model()
     left_out = [
         name
@@ -66,14 +65,14 @@ def test_exactly_the_unused_parameters_of_each_model_are_frozen(entry: Row) -> N
 Inputs = dict[str, Tensor]
 
 
-def ids(*tokens: int) -> Inputs:
+def ids(*tokens):
     return {"input_ids": torch.tensor([tokens])}
 
 
 class Branching(nn.Module):
     """Chooses by the tokens what it runs."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, how):
         super().__init__()
         self.how = how
         self.table = nn.Embedding(8, 4)
@@ -82,10 +81,10 @@ class Branching(nn.Module):
         self.last = nn.Linear(4, 4)
         self.mask = nn.Parameter(torch.zeros(4))
 
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids):
         return self.chosen(self.table(input_ids), input_ids)
 
-    def chosen(self, hidden: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
+    def chosen(self, hidden, input_ids):
         first = int(input_ids[0, 0])
         match self.how:
             case "experts":
@@ -103,14 +102,14 @@ class Branching(nn.Module):
 
 
 class Masking(Branching):
-    def forward(self, input_ids: Tensor, masked: Tensor | None = None) -> dict[str, Tensor]:
+    def forward(self, input_ids, masked=None):
         hidden = self.table(input_ids)
         if masked is not None:
             hidden = torch.where(masked[:, :, None], self.mask, hidden)
         return self.chosen(hidden, input_ids)
 
 
-def of_logits(outputs: Any, labels: Any) -> Tensor:
+def of_logits(outputs, labels):
     return outputs["logits"].sum(1)
 
 
@@ -131,7 +130,7 @@ LAYERS = ("experts.0", "experts.1", "experts.2", "last")
         ),
     ],
 )
-def test_an_expert_without_tokens_is_not_frozen(how: str, frozen: list[str]) -> None:
+def test_an_expert_without_tokens_is_not_frozen(how, frozen):
     """Nor if it is in use by others only; a layer that runs, and whose output is dropped, is."""
     model = Branching(how)
     found = freeze_unused(model, of_logits, [ids(0, 1), ids(1, 2)])
@@ -139,7 +138,7 @@ def test_an_expert_without_tokens_is_not_frozen(how: str, frozen: list[str]) -> 
     assert all(not model.get_parameter(name).requires_grad for name in frozen)
 
 
-def test_nothing_is_frozen_if_public_inputs_lack_an_optional_input() -> None:
+def test_nothing_is_frozen_if_public_inputs_lack_an_optional_input():
     model = Masking("no branch")
     assert freeze_unused(model, of_logits, [ids(0, 1)]) == []
     assert freeze_unused(model, of_logits, []) == []
@@ -160,25 +159,23 @@ def test_nothing_is_frozen_if_public_inputs_lack_an_optional_input() -> None:
         *(("side", Parameter.empty, False), ("others", Parameter.empty, True)),
     ],
 )
-def test_optional_inputs_are_recognised_by_the_names_in_forward(
-    named: str, default: Any, frozen: bool
-) -> None:
+def test_optional_inputs_are_recognised_by_the_names_in_forward(named, default, frozen):
     model = Branching("no branch")
 
-    def forward(input_ids: Tensor, **others: Any) -> dict[str, Tensor]:
+    def forward(input_ids, **others):
         return Branching.forward(model, input_ids)
 
     kind = Parameter.KEYWORD_ONLY
     more = Parameter(named, kind, default=default)
     if named == "others":
         more = more.replace(kind=Parameter.VAR_KEYWORD)
-    forward.__signature__ = Signature([Parameter("input_ids", kind), more])  # type: ignore[attr-defined]
-    model.forward = forward  # type: ignore[method-assign]
+    forward.__signature__ = Signature([Parameter("input_ids", kind), more])
+    model.forward = forward
     assert ("mask" in freeze_unused(model, of_logits, [ids(0, 1)])) == frozen
 
 
 @pytest.mark.parametrize("name", ["T5, seq2seq LM", "Whisper, speech recognition"])
-def test_a_decoder_receives_tokens_if_public_inputs_have_none(name: str) -> None:
+def test_a_decoder_receives_tokens_if_public_inputs_have_none(name):
     entry = next(entry for entry in EVERY if str(entry) == name)
     model, batch = entry.model(), entry.batch(2)
     model.extra = nn.Parameter(torch.zeros(2))
@@ -186,14 +183,14 @@ def test_a_decoder_receives_tokens_if_public_inputs_have_none(name: str) -> None
     assert freeze_unused(model, loss_for(model), [batch]) == ["extra"]
 
 
-def test_layers_recomputed_in_the_backward_pass_are_not_frozen() -> None:
+def test_layers_recomputed_in_the_backward_pass_are_not_frozen():
     entry = next(entry for entry in EVERY if str(entry) == "Llama, causal LM")
     model = entry.model(use_cache=False)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     assert freeze_unused(model, loss_for(model), synthetic_batches(model)) == []
 
 
-def test_data_that_reach_what_was_frozen_are_refused() -> None:
+def test_data_that_reach_what_was_frozen_are_refused():
     model = Branching("a value")
     frozen = freeze_unused(model, of_logits, [ids(0, 1)])
     assert {"last.weight", "last.bias"} <= {*frozen}

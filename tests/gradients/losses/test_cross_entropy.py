@@ -13,9 +13,7 @@ N, V = 12, 7
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("at_once", [1, 3 * V, 2**22], ids=["row by row", "three rows", "whole"])
-def test_values_and_gradients_are_those_of_torch(
-    dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_values_and_gradients_are_those_of_torch(dtype, at_once, monkeypatch):
     monkeypatch.setattr(heads, "_AT_ONCE", at_once)
     logits = (10 * torch.randn(N, V)).to(dtype).requires_grad_()
     targets, weights = torch.randint(0, V, (N,)), torch.rand(N)
@@ -30,7 +28,7 @@ def test_values_and_gradients_are_those_of_torch(
     assert not gradients[0][::3].any(), "an ignored position has a gradient"
 
 
-def test_large_logits_do_not_overflow() -> None:
+def test_large_logits_do_not_overflow():
     logits = torch.tensor([[1e4, -1e4, 0.0]], requires_grad=True)
     losses = cross_entropy(logits, torch.tensor([1]))
     assert losses.item() == 2e4
@@ -38,7 +36,7 @@ def test_large_logits_do_not_overflow() -> None:
     torch.testing.assert_close(gradient, torch.tensor([[1.0, -1.0, 0.0]]))
 
 
-def test_a_broken_position_stays_broken_and_breaks_no_other() -> None:
+def test_a_broken_position_stays_broken_and_breaks_no_other():
     logits = torch.randn(3, V)
     logits[1, 2] = torch.nan
     losses = cross_entropy(logits, torch.tensor([0, 1, 2]))
@@ -46,7 +44,7 @@ def test_a_broken_position_stays_broken_and_breaks_no_other() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["own targets", "shared targets"])
-def test_samples_may_be_vectorised(shared: bool) -> None:
+def test_samples_may_be_vectorised(shared):
     logits = torch.randn(3, N, V, requires_grad=True)
     targets = torch.randint(0, V, (N,) if shared else (3, N))
     losses = vmap(cross_entropy, in_dims=(0, None if shared else 0))(logits, targets)
@@ -58,5 +56,5 @@ def test_samples_may_be_vectorised(shared: bool) -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_no_positions_have_no_losses() -> None:
+def test_no_positions_have_no_losses():
     assert cross_entropy(torch.zeros(0, V), torch.zeros(0, dtype=torch.long)).shape == (0,)

@@ -1,13 +1,11 @@
 """Per-sample losses against what the models themselves compute for one sample."""
 
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -16,7 +14,7 @@ from dp_grape_hf.gradients import PerSampleEngine, loss_for
 from dp_grape_hf.gradients.losses.heads import HEADS, UNKNOWN_LOSSES
 from dp_grape_hf.gradients.losses.losses import LabelledPositions, split
 from tests.models.zoo import WIDE, rows
-from tests.support.models import LABELS, ROWS, VOCABULARY, Batch, Row, only, row
+from tests.support.models import LABELS, ROWS, VOCABULARY, only, row
 
 pytestmark = pytest.mark.filterwarnings(  # of PEFT
     "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
@@ -27,7 +25,7 @@ classifier = only("roberta-classifier")
 
 # Per problem type: the configuration, and labels for B samples.
 CLASSES, NUMBERS = torch.tensor([0, 2, 1, 2]), torch.tensor([0.5, -1.0, 2.0, 0.0])
-PROBLEMS: dict[str, tuple[dict[str, Any], Tensor]] = {
+PROBLEMS = {
     "single_label_classification": ({}, CLASSES),
     "declared single label": ({"problem_type": "single_label_classification"}, CLASSES),
     "multi_label_classification": (
@@ -45,18 +43,18 @@ PROBLEMS: dict[str, tuple[dict[str, Any], Tensor]] = {
 }
 
 
-def per_sample(model: nn.Module, inputs: Batch, **settings: Any) -> Tensor:
+def per_sample(model, inputs, **settings):
     loss = loss_for(model, **settings)
     model_inputs, labels = split(loss, inputs)
     return loss(model(**model_inputs), labels)
 
 
-def own(model: nn.Module, inputs: Batch) -> Tensor:
+def own(model, inputs):
     """The model's own loss of each sample in a batch of one."""
     return torch.stack([model(**sample).loss for sample in samples_of(inputs)])
 
 
-def samples_of(inputs: Batch) -> list[Batch]:
+def samples_of(inputs):
     size = len(next(iter(inputs.values())))
     return [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(size)]
 
@@ -65,7 +63,7 @@ def samples_of(inputs: Batch) -> list[Batch]:
 
 
 @pytest.mark.parametrize("entry", {entry.task: entry for entry in reversed(ROWS)}.values(), ids=str)
-def test_losses_are_float32_for_a_half_precision_model(entry: Row) -> None:
+def test_losses_are_float32_for_a_half_precision_model(entry):
     model = entry.model().to(torch.bfloat16)
     inputs = {
         k: v.bfloat16() if k in ("pixel_values", "input_features") else v
@@ -75,7 +73,7 @@ def test_losses_are_float32_for_a_half_precision_model(entry: Row) -> None:
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_every_problem_type_equals_the_models_own_loss(problem: str) -> None:
+def test_every_problem_type_equals_the_models_own_loss(problem):
     settings, labels = PROBLEMS[problem]
     inputs = {**classifier.batch(B), "labels": labels}
     losses = per_sample(classifier.model(**settings), inputs)
@@ -86,7 +84,7 @@ def test_every_problem_type_equals_the_models_own_loss(problem: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["GPT-2, causal LM", "T5, seq2seq LM"])
-def test_the_mean_is_over_a_samples_targets_or_zero(name: str) -> None:
+def test_the_mean_is_over_a_samples_targets_or_zero(name):
     model, inputs = row(name).model(), row(name).batch(B)
     loss = loss_for(model)
     model_inputs, labels = split(loss, inputs)
@@ -112,7 +110,7 @@ SPOKEN = {
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_the_loss_of_a_spoken_text_is_the_models_own(masked: bool, reduction: str) -> None:
+def test_the_loss_of_a_spoken_text_is_the_models_own(masked, reduction):
     entry = next(entry for entry in rows(WIDE) if str(entry) == "Wav2Vec2, CTC")
     model = entry.model(ctc_loss_reduction=reduction).eval()
     inputs = entry.batch(len(SPOKEN))
@@ -123,7 +121,7 @@ def test_the_loss_of_a_spoken_text_is_the_models_own(masked: bool, reduction: st
 
 
 @pytest.mark.parametrize("zero", [True, False])
-def test_a_text_too_long_for_ctc_has_the_models_loss(zero: bool) -> None:
+def test_a_text_too_long_for_ctc_has_the_models_loss(zero):
     entry = next(entry for entry in rows(WIDE) if str(entry) == "Wav2Vec2, CTC")
     model = entry.model(ctc_zero_infinity=zero).eval()
     inputs = entry.batch(2)
@@ -134,7 +132,7 @@ def test_a_text_too_long_for_ctc_has_the_models_loss(zero: bool) -> None:
     torch.testing.assert_close(losses, own(model, inputs), rtol=1e-5, atol=1e-5)
 
 
-def test_a_model_that_draws_masks_requires_them_as_inputs() -> None:
+def test_a_model_that_draws_masks_requires_them_as_inputs():
     entry = next(entry for entry in rows(WIDE) if entry.family.name == "MAE")
     model, inputs = entry.model(), entry.batch(B)
     torch.testing.assert_close(per_sample(model, inputs), own(model, inputs))
@@ -146,7 +144,7 @@ def test_a_model_that_draws_masks_requires_them_as_inputs() -> None:
 @pytest.mark.parametrize(
     ("name", "shifts"), [("GPT-2, causal LM", True), ("BART's decoder, causal LM", False)]
 )
-def test_causal_loss_skips_the_first_token_if_it_shifts_labels(name: str, shifts: bool) -> None:
+def test_causal_loss_skips_the_first_token_if_it_shifts_labels(name, shifts):
     model, inputs = row(name).model(), row(name).batch(B)
     before = per_sample(model, inputs)
     inputs["labels"][:, 0] = 7
@@ -154,7 +152,7 @@ def test_causal_loss_skips_the_first_token_if_it_shifts_labels(name: str, shifts
     assert torch.equal(after, before) if shifts else not torch.allclose(after, before)
 
 
-def test_an_answer_outside_the_text_counts_as_zero() -> None:
+def test_an_answer_outside_the_text_counts_as_zero():
     entry = row("BERT, question answering")
     model, inputs = entry.model(), entry.batch(B)
     positions = inputs["input_ids"].shape[1]
@@ -172,7 +170,7 @@ def test_an_answer_outside_the_text_counts_as_zero() -> None:
 
 
 @pytest.mark.parametrize("name", ["T5, seq2seq LM", "Whisper, speech recognition"])
-def test_decoder_inputs_are_made_from_labels_unless_they_are_given(name: str) -> None:
+def test_decoder_inputs_are_made_from_labels_unless_they_are_given(name):
     model, inputs = row(name).model(), row(name).batch(B)
     made = split(loss_for(model), inputs)[0]["decoder_input_ids"]
     assert (made[:, 0] == model.config.decoder_start_token_id).all()
@@ -182,7 +180,7 @@ def test_decoder_inputs_are_made_from_labels_unless_they_are_given(name: str) ->
     torch.testing.assert_close(per_sample(model, given), own(model, given), rtol=1e-5, atol=1e-5)
 
 
-def test_a_generation_model_that_is_no_encoder_decoder_is_refused() -> None:
+def test_a_generation_model_that_is_no_encoder_decoder_is_refused():
     model = type("ToyForConditionalGeneration", (nn.Module,), {})()
     with pytest.raises(
         UnsupportedModelError, match="ToyForConditionalGeneration is no encoder-dec"
@@ -194,12 +192,12 @@ def test_a_generation_model_that_is_no_encoder_decoder_is_refused() -> None:
 
 
 @pytest.mark.parametrize("outputs", [tuple, dict])
-def test_outputs_may_be_a_tuple_or_a_mapping(outputs: Any) -> None:
+def test_outputs_may_be_a_tuple_or_a_mapping(outputs):
     class ToyForImageClassification(nn.Module):
         pass
 
     logits, labels = torch.randn(B, 3), torch.tensor([0, 1, 2, 0])
-    given: Any = (logits, "more") if outputs is tuple else {"logits": logits}
+    given = (logits, "more") if outputs is tuple else {"logits": logits}
     losses = loss_for(ToyForImageClassification())(given, labels)
     expected = nn.functional.cross_entropy(logits, labels, reduction="none")
     torch.testing.assert_close(losses, expected)
@@ -208,14 +206,14 @@ def test_outputs_may_be_a_tuple_or_a_mapping(outputs: Any) -> None:
 @pytest.mark.parametrize(
     "name", ["BERT, masked LM", "BERT, multiple choice", "Llama, causal LM", "T5, seq2seq LM"]
 )
-def test_label_smoothing_equals_the_trainers_for_a_batch_of_one(name: str) -> None:
+def test_label_smoothing_equals_the_trainers_for_a_batch_of_one(name):
     model, inputs = row(name).model(), row(name).batch(B)
     smoother = LabelSmoother(epsilon=0.2)
     shift = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     assert shift is name.endswith("causal LM")
     model_inputs, labels = split(loss_for(model), inputs)
     expected = [
-        smoother(model(**sample), labels[i : i + 1], shift_labels=shift)  # type: ignore[index]
+        smoother(model(**sample), labels[i : i + 1], shift_labels=shift)
         for i, sample in enumerate(samples_of(model_inputs))
     ]
     losses = per_sample(model, inputs, label_smoothing=0.2)
@@ -223,7 +221,7 @@ def test_label_smoothing_equals_the_trainers_for_a_batch_of_one(name: str) -> No
     assert not torch.allclose(losses, per_sample(model, inputs), rtol=1e-3)
 
 
-def test_label_smoothing_is_refused_where_it_means_nothing() -> None:
+def test_label_smoothing_is_refused_where_it_means_nothing():
     with pytest.raises(PrivacyError, match=r"label_smoothing=0\.1 is not defined for BertFor"):
         loss_for(row("BERT, question answering").model(), label_smoothing=0.1)
     for name in ("regression", "multi-label classification"):
@@ -232,7 +230,7 @@ def test_label_smoothing_is_refused_where_it_means_nothing() -> None:
             per_sample(entry.model(), entry.batch(B), label_smoothing=0.1)
 
 
-def test_virtual_tokens_have_no_label() -> None:
+def test_virtual_tokens_have_no_label():
     """PEFT itself fails on these labels, so the reference leaves the virtual positions out."""
     peft = pytest.importorskip("peft")
     entry = row("BERT, token classification")
@@ -245,7 +243,7 @@ def test_virtual_tokens_have_no_label() -> None:
     torch.testing.assert_close(per_sample(model, inputs), expected)
 
 
-def test_a_prompt_whose_loss_is_weighed_is_refused() -> None:
+def test_a_prompt_whose_loss_is_weighed_is_refused():
     peft = pytest.importorskip("peft")
     parts = {"cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 3]}
     config = peft.CPTConfig(cpt_token_ids=[1, 2, 3], **parts, task_type="CAUSAL_LM")
@@ -258,33 +256,33 @@ def test_a_prompt_whose_loss_is_weighed_is_refused() -> None:
 
 
 @pytest.mark.parametrize("suffix", UNKNOWN_LOSSES)
-def test_a_head_name_without_known_loss_is_refused_with_reason(suffix: str) -> None:
+def test_a_head_name_without_known_loss_is_refused_with_reason(suffix):
     with pytest.raises(UnsupportedModelError, match=re.escape(UNKNOWN_LOSSES[suffix])):
         loss_for(type(f"Toy{suffix}", (nn.Module,), {})())
 
 
-def test_the_longest_fitting_suffix_decides() -> None:
+def test_the_longest_fitting_suffix_decides():
     names = {"MBartForCausalLM": "BartForCausalLM", "OPTForCausalLM": "ForCausalLM"}
     for name, suffix in names.items():
         assert loss_for(type(name, (nn.Module,), {})()).head is HEADS[suffix]
     assert HEADS["BartForCausalLM"] is not HEADS["ForCausalLM"]
 
 
-def test_outputs_without_the_logits_of_the_head_are_refused() -> None:
+def test_outputs_without_the_logits_of_the_head_are_refused():
     model = row("BERT, question answering").model()
     with pytest.raises(UnsupportedModelError, match="returns no end_logits"):
         loss_for(model)({"start_logits": torch.zeros(B, 9)}, torch.zeros(B, 2, dtype=torch.long))
 
 
 @pytest.mark.parametrize("shape", [(B, 7), (B,), (B, 9, 1)])
-def test_labels_for_other_positions_than_the_models_are_refused(shape: tuple[int, ...]) -> None:
+def test_labels_for_other_positions_than_the_models_are_refused(shape):
     model = row("BERT, masked LM").model()
     with pytest.raises(PrivacyError) as error:
         loss_for(model)({"logits": torch.zeros(B, 9, VOCABULARY)}, torch.zeros(shape).long())
     assert f"The {len(shape)}-dimensional labels are not one per position" in str(error.value)
 
 
-def test_missing_labels_are_refused_by_their_names() -> None:
+def test_missing_labels_are_refused_by_their_names():
     model = classifier.model()
     with pytest.raises(PrivacyError, match="no 'labels'"):
         loss_for(model)({"logits": torch.zeros(B, LABELS)}, None)
@@ -298,7 +296,7 @@ def test_missing_labels_are_refused_by_their_names() -> None:
 # ---- Only where there are labels ----
 
 
-USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+USES = {
     "once": lambda out, hidden: 3 * torch.tanh(out(hidden) / 3),
     "in chunks": lambda out, hidden: torch.cat([out(x) for x in hidden.split(2, 1)], 1),
     "twice": lambda out, hidden: torch.cat([out(hidden), out(hidden)], 1)[:, :8],
@@ -311,23 +309,23 @@ USES: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 class ToyForCausalLM(nn.Module):
     """Makes any use of its output embeddings."""
 
-    def __init__(self, use: str) -> None:
+    def __init__(self, use):
         super().__init__()
         self.table, self.out, self.use = nn.Embedding(9, 4), nn.Linear(4, 9), USES[use]
-        self.rows: list[int] = []
+        self.rows = []
         self.out.register_forward_hook(lambda m, args, output: self.rows.append(output.shape[-2]))
 
-    def get_output_embeddings(self) -> nn.Module:
+    def get_output_embeddings(self):
         return self.out
 
-    def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids):
         return {"logits": self.use(self.out, self.table(input_ids))}
 
 
 class Engine(PerSampleEngine):
     skips_unlabelled = True
 
-    def __call__(self, inputs: Any, projectors: Any) -> Any:
+    def __call__(self, inputs, projectors):
         return self.losses(inputs), {}
 
 
@@ -342,9 +340,7 @@ class Engine(PerSampleEngine):
         ("not at all", [], []),
     ],
 )
-def test_logits_are_left_out_only_with_one_row_per_position(
-    use: str, rows: list[int], again: list[int]
-) -> None:
+def test_logits_are_left_out_only_with_one_row_per_position(use, rows, again):
     model = ToyForCausalLM(use)
     ids = torch.randint(0, 9, (B, 8))
     labels = torch.full((B, 8), -100)
@@ -368,13 +364,13 @@ def test_logits_are_left_out_only_with_one_row_per_position(
         torch.testing.assert_close(gradient, other)
 
 
-def test_nothing_is_gathered_where_most_positions_have_a_label() -> None:
+def test_nothing_is_gathered_where_most_positions_have_a_label():
     model, ids = ToyForCausalLM("once"), torch.randint(0, 9, (B, 8))
     Engine(model)({"input_ids": ids, "labels": ids}, {})
     assert model.rows == [8]
 
 
-def test_the_hook_is_removed_even_after_a_failed_pass() -> None:
+def test_the_hook_is_removed_even_after_a_failed_pass():
     model = ToyForCausalLM("once")
     labels = torch.full((B, 8), -100)
     with pytest.raises(ZeroDivisionError), LabelledPositions(loss_for(model), labels):

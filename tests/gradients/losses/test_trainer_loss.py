@@ -5,8 +5,6 @@ The model's own loss is held against the package's as well, in the engines thems
 
 import logging
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,9 +35,7 @@ WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
 class Squared(DPGrapeTrainer):
     """Another loss than the model's, as documented for ``Trainer``."""
 
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)
         one_hot = functional.one_hot(labels, outputs["logits"].shape[-1])
@@ -47,7 +43,7 @@ class Squared(DPGrapeTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def squared(outputs: Any, labels: Tensor) -> Tensor:
+def squared(outputs, labels):
     logits = outputs["logits"]
     return (logits - functional.one_hot(labels, logits.shape[-1])).square().mean(1)
 
@@ -55,7 +51,7 @@ def squared(outputs: Any, labels: Tensor) -> Tensor:
 class ClassWeights(DPGrapeTrainer):
     """The commonest: divides by the sum of the weights of the batch."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
         return functional.cross_entropy(model(**inputs)["logits"], labels, weight=WEIGHTS)
 
@@ -63,26 +59,26 @@ class ClassWeights(DPGrapeTrainer):
 class Passes(DPGrapeTrainer):
     factor = 1.0
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         logger.warning("called")  # a counter would be something that the loss remembers
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         return self.factor * loss if isinstance(loss, Tensor) else loss
 
 
 class CallsTwice(DPGrapeTrainer):
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
         first, second = model(**inputs)["logits"], model(**inputs)["logits"]
         return functional.cross_entropy(first, labels) + (first - second).square().mean()
 
 
 class Unasked(DPGrapeTrainer):
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")
         return functional.cross_entropy(self.model(**inputs)["logits"], labels)
 
 
-def trained(tmp_path: Path, cls: Any, **settings: Any) -> Any:
+def trained(tmp_path, cls, **settings):
     return trained_in(tmp_path, cls=cls, known_streams=Streams.seeded(), **settings)
 
 
@@ -90,14 +86,12 @@ class Shrinks(Passes):
     factor = 0.01  # what makes gradients longer than the bound changes nothing
 
 
-def shrunk(outputs: Any, labels: Tensor) -> Tensor:
+def shrunk(outputs, labels):
     return 0.01 * functional.cross_entropy(outputs["logits"], labels, reduction="none")
 
 
 @pytest.mark.parametrize(("cls", "loss"), [(Squared, squared), (Shrinks, shrunk)])
-def test_a_loss_of_the_trainers_own_is_what_is_trained(
-    cls: type[DPGrapeTrainer], loss: Any, tmp_path: Path
-) -> None:
+def test_a_loss_of_the_trainers_own_is_what_is_trained(cls, loss, tmp_path):
     """Also if it changes what the host computes."""
 
     class Tiny(TinyForSequenceClassification):
@@ -116,9 +110,7 @@ def test_a_loss_of_the_trainers_own_is_what_is_trained(
 
 
 @pytest.mark.slow
-def test_a_language_models_own_divisor_is_left_to_the_package(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_language_models_own_divisor_is_left_to_the_package(tmp_path, caplog):
     """Its loss of a batch is a mean over tokens, not of texts; a subclass that keeps it may be."""
     own = trained(tmp_path / "own", Passes, model=only("gpt2").model(), train_dataset=TEXTS)
     plain = trained(
@@ -133,13 +125,13 @@ def test_a_language_models_own_divisor_is_left_to_the_package(
 class CountsTokens(DPGrapeTrainer):
     """Writes out what a language model computes, divisor included."""
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model, inputs, *args, **kwargs):
         labels = inputs.pop("labels")[:, 1:]
         logits = model(**inputs)["logits"][:, :-1]
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def unequal_texts() -> Any:
+def unequal_texts():
     texts = examples_of("gpt2")
     for number, example in enumerate(texts.examples):
         example["labels"] = example["labels"].clone()
@@ -158,9 +150,7 @@ TEXTS = unequal_texts()
         (Unasked, "does not call the model that it receives"),
     ],
 )
-def test_a_loss_that_cannot_be_taken_apart_is_refused(
-    cls: type[DPGrapeTrainer], message: str, tmp_path: Path
-) -> None:
+def test_a_loss_that_cannot_be_taken_apart_is_refused(cls, message, tmp_path):
     trainer = make_trainer(tmp_path, cls=cls)
     with pytest.raises(PrivacyError, match=message) as error:
         trainer.train()
@@ -168,7 +158,7 @@ def test_a_loss_that_cannot_be_taken_apart_is_refused(
     assert trainer.ledger.steps == 0
 
 
-def test_class_weights_are_noticed_even_if_examples_share_a_class(tmp_path: Path) -> None:
+def test_class_weights_are_noticed_even_if_examples_share_a_class(tmp_path):
     same = points()
     for example in same.examples:
         example["labels"] = torch.tensor(1)
@@ -180,7 +170,7 @@ def test_class_weights_are_noticed_even_if_examples_share_a_class(tmp_path: Path
             trainer.train()
 
 
-def adds_a_term(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def adds_a_term(m, x, labels):
     outputs = plain(m, x, labels)
     if labels is not None:
         outputs["loss"] = outputs["loss"] + 1e-3 * m.head.weight.square().sum()
@@ -188,13 +178,13 @@ def adds_a_term(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-def test_a_term_added_to_the_models_loss_is_refused(engine: str, tmp_path: Path) -> None:
+def test_a_term_added_to_the_models_loss_is_refused(engine, tmp_path):
     model = TinyFunctionForSequenceClassification(adds_a_term)
     trainer = make_trainer(tmp_path, model=model, engine=engine)
     assert_refused(trainer, "adds a term to its loss", UnsupportedModelError)
 
 
-def rounds(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
+def rounds(m, x, labels):
     """Rounds log-probabilities to 16 bits, as torch does on a GPU under autocast."""
     outputs = plain(m, x, labels)
     if labels is not None:
@@ -204,14 +194,14 @@ def rounds(m: Any, x: Tensor, labels: Tensor | None) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("bf16", [True, False])
-def test_a_loss_rounded_to_16_bits_passes_only_under_autocast(bf16: bool, tmp_path: Path) -> None:
+def test_a_loss_rounded_to_16_bits_passes_only_under_autocast(bf16, tmp_path):
     trainer = make_trainer(tmp_path, model=TinyFunctionForSequenceClassification(rounds), bf16=bf16)
     with nullcontext() if bf16 else pytest.raises(UnsupportedModelError, match="adds a term"):
         trainer.train()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_adaloras_orthogonality_is_refused(tmp_path: Path) -> None:
+def test_adaloras_orthogonality_is_refused(tmp_path):
     config = AdaLoraConfig(
         task_type="SEQ_CLS",  # only models for a task pass through what adds the term
         target_modules=["query", "value"],
@@ -225,16 +215,16 @@ def test_adaloras_orthogonality_is_refused(tmp_path: Path) -> None:
         trainer.train()
 
 
-def test_looking_at_the_models_own_loss_leaves_its_config_alone() -> None:
+def test_looking_at_the_models_own_loss_leaves_its_config_alone():
     model = only("bert-classifier").model()
     model.config.problem_type = None
     per_sample_gradients(model, only("bert-classifier").batch(2))
     assert model.config.problem_type is None
 
 
-def test_a_model_without_a_loss_is_accepted() -> None:
+def test_a_model_without_a_loss_is_accepted():
     class ForSequenceClassification(nn.Linear):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        def forward(self, x):
             return {"logits": super().forward(x)}
 
     inputs = {"x": torch.randn(3, 4), "labels": torch.tensor([0, 1, 2])}

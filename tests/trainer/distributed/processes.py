@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ WAITING = 30.0  # seconds; a process that waits for one that failed does so for 
 Outcome = dict[str, Any]
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
-def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> None:
+def launch(folder, processes, module, flags):
     """Starts processes as the README says; the module is given the folder."""
     command = [
         *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags),
@@ -52,7 +51,7 @@ def launch(folder: Path, processes: int, module: str, flags: Sequence[str]) -> N
     assert run.returncode == 0, said
 
 
-def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | None]:
+def fork(processes, main, *args):
     """Starts processes from one that has imported everything, which costs a third of the time.
 
     Args:
@@ -81,9 +80,7 @@ def fork(processes: int, main: Callable[..., None], *args: str) -> list[int | No
     return [rank.exitcode for rank in ranks]
 
 
-def seen(
-    folder: Path, processes: int, scenarios: Sequence[Callable[[Path], Any]]
-) -> list[dict[str, Outcome]]:
+def seen(folder, processes, scenarios):
     """Returns what each process saw, by scenario."""
     return [
         {
@@ -96,14 +93,14 @@ def seen(
     ]
 
 
-def results(ranks: list[dict[str, Outcome]], scenario: str) -> list[Any]:
+def results(ranks, scenario):
     """Returns what a scenario gave in each process; none may have failed."""
     for outcome in (rank[scenario] for rank in ranks):
         assert "error" not in outcome, outcome["trace"]
     return [rank[scenario]["result"] for rank in ranks]
 
 
-def assert_same_runs(ranks: list[Any], alone: Any) -> None:
+def assert_same_runs(ranks, alone):
     """Same bits in all processes after every step, and those of one process up to rounding."""
     steps = len(alone["weights"])
     for run in ranks:

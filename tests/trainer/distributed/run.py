@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import TrainerCallback
 
 from dp_grape_hf import DPGrapeTrainer
@@ -85,7 +84,7 @@ CHOSEN = dict.fromkeys(("learning_rate", "expected_batch_size", "max_grad_norm",
 CHOSEN |= {"projection": "principal", "projection_update_steps": None, "max_steps": 3}
 
 
-def roberta() -> dict[str, Any]:
+def roberta():
     """Returns a transformer and its data, without dropout: its masks differ between processes."""
     still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return {
@@ -94,14 +93,7 @@ def roberta() -> dict[str, Any]:
     }
 
 
-def trained(
-    folder: Path,
-    *,
-    resume: str | bool | None = None,
-    stream: Tensor | None = None,
-    seed_of_draws: int = 0,
-    **settings: Any,
-) -> dict[str, Any]:
+def trained(folder, *, resume=None, stream=None, seed_of_draws=0, **settings):
     """Trains with known coins and noise; returns what the processes have to agree on.
 
     Args:
@@ -132,7 +124,7 @@ def trained(
 # ---- The same release as one process: draws, turns and units, and noise once ----
 
 
-EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
+EQUAL = {
     "equal": lambda: RUN | {"eval_dataset": points(7, seed=1), "eval_strategy": "epoch"},
     "equal_chosen": lambda: CHOSEN | roberta(),
     "equal_banded": lambda: BANDED,
@@ -141,18 +133,18 @@ EQUAL: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def equal(name: str, folder: Path) -> Any:
+def equal(name, folder):
     return trained(folder / f"{name}-{group_size()}", **EQUAL[name]())
 
 
-def named(function: Callable[[str, Path], Any], name: str) -> Callable[[Path], Any]:
+def named(function, name):
     """Returns the scenario that is one run of several."""
     scenario = partial(function, name)
-    scenario.__name__ = name  # type: ignore[attr-defined]
+    scenario.__name__ = name
     return scenario
 
 
-def every_method(folder: Path) -> Any:
+def every_method(folder):
     return {
         method: trained(
             folder / f"{method}-{group_size()}", method=method, model=tiny(method), **METHOD
@@ -161,7 +153,7 @@ def every_method(folder: Path) -> Any:
     }
 
 
-def initial(folder: Path) -> Any:
+def initial(folder):
     """Weights that differ before training are the first process's afterwards."""
     watch = Watch()
     model = TinyForSequenceClassification(seed=dist.get_rank())
@@ -173,8 +165,8 @@ def initial(folder: Path) -> Any:
 # ---- What crosses the network ----
 
 
-def private_bytes(folder: Path) -> Any:
-    log: list[Any] = []
+def private_bytes(folder):
+    log = []
     settings = {"logging_strategy": "no", "max_steps": 4, "per_device_train_batch_size": 2}
     with per_call(DPGrapeTrainer, "_run_epoch", log):
         make_trainer(folder / "bytes", **ROBERTA | settings, **roberta()).train()
@@ -185,10 +177,10 @@ def private_bytes(folder: Path) -> Any:
 
 
 @contextmanager
-def refusing_files() -> Iterator[None]:
+def refusing_files():
     """Lets the first process alone look at ledgers."""
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def refuse(*args, **kwargs):
         raise AssertionError("only the first process reads and writes ledgers")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -198,12 +190,12 @@ def refusing_files() -> Iterator[None]:
         yield
 
 
-def save(folder: Path) -> Any:
+def save(folder):
     with refusing_files():
         return trained(folder / "saved-2", watch=Watch(stop_at=STOPPED_AT), **SAVED)
 
 
-def resume(folder: Path) -> Any:
+def resume(folder):
     """Goes on from the checkpoint of one process."""
     state = torch.load(folder / "noise.pt")
     with refusing_files():
@@ -218,21 +210,21 @@ class Broken(Examples):
 
     armed = False
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
         if dist.get_rank() == 1 and self.armed:
             raise OSError("the disk of the second machine is gone")
         return super().__getitem__(index)
 
 
 class Arm(TrainerCallback):
-    def __init__(self, data: Broken) -> None:
+    def __init__(self, data):
         self.data = data
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, args, state, control, **kwargs):
         self.data.armed = True
 
 
-def broken_data(folder: Path) -> Any:
+def broken_data(folder):
     data = Broken(points(24).examples)
     make_trainer(
         folder / "broken-data", train_dataset=data, expected_batch_size=20, callbacks=[Arm(data)]
@@ -240,13 +232,13 @@ def broken_data(folder: Path) -> Any:
 
 
 class CouplesInOneForSequenceClassification(TinyForSequenceClassification):
-    def forward(self, x: Tensor, labels: Any = None, id: Any = None) -> dict[str, Tensor]:
+    def forward(self, x, labels=None, id=None):
         if dist.get_rank() == 1:
             x = x - x.mean(0)
         return super().forward(x, labels)
 
 
-def refused_model(folder: Path) -> Any:
+def refused_model(folder):
     make_trainer(
         folder / "refused-model",
         model=CouplesInOneForSequenceClassification(),
@@ -254,8 +246,8 @@ def refused_model(folder: Path) -> Any:
     ).train()
 
 
-def unwritable_ledger(folder: Path) -> Any:
-    def refuse(self: Ledger, steps: int = 1) -> None:
+def unwritable_ledger(folder):
+    def refuse(self, steps=1):
         raise OSError("no space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -264,17 +256,17 @@ def unwritable_ledger(folder: Path) -> Any:
         make_trainer(folder / "unwritable-ledger").train()
 
 
-def damaged_ledger(folder: Path) -> Any:
+def damaged_ledger(folder):
     return trained(folder / "damaged", resume=str(folder / "damaged" / "checkpoint-3"), **SAVED)
 
 
-def other_data(folder: Path) -> Any:
+def other_data(folder):
     make_trainer(
         folder / "other-data", train_dataset=points(24 + dist.get_rank()), num_samples=30
     ).train()
 
 
-def other_users(folder: Path) -> Any:
+def other_users(folder):
     """As many users and examples, of which one belongs to somebody else."""
     rows = [row | {"user": int(i == dist.get_rank())} for i, row in enumerate(points(9).examples)]
     settings = {"privacy_unit_column": "user", "max_examples_per_unit": 2}
@@ -283,12 +275,12 @@ def other_users(folder: Path) -> Any:
     ).train()
 
 
-def other_arguments(folder: Path) -> Any:
+def other_arguments(folder):
     make_trainer(folder / "other-arguments", max_grad_norm=1.0 + dist.get_rank()).train()
 
 
 Scenarios = list[Callable[[Path], Any]]
-SCENARIOS: Scenarios = [
+SCENARIOS = [
     *(named(equal, name) for name in EQUAL),
     *(every_method, initial, private_bytes),
     *(save, resume),
@@ -298,7 +290,7 @@ SCENARIOS: Scenarios = [
 """What two processes do, in this order."""
 
 
-def main(folder: str, scenarios: Scenarios) -> None:
+def main(folder, scenarios):
     """Joins the group that the environment names, as the Trainer does, and runs its scenarios."""
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -320,7 +312,7 @@ def main(folder: str, scenarios: Scenarios) -> None:
     dist.destroy_process_group()
 
 
-def main_of(rank: int, world_size: int, port: int, folder: str, scenarios: Scenarios) -> None:
+def main_of(rank, world_size, port, folder, scenarios):
     """Runs ``main`` in a process that no launcher has told its place."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
     os.environ.update({name: f"{value}" for name, value in place.items()})

@@ -6,16 +6,12 @@ As in ``run``, each scenario returns what the test wants to see.
 import os
 import shutil
 import sys
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dp_grape_hf import DPGrapeTrainer
@@ -41,21 +37,21 @@ USUAL = {
 UNEVEN = {"expected_batch_size": 2, "per_device_train_batch_size": 1, "max_steps": 6}
 
 
-def _of_row(name: str) -> dict[str, Any]:
+def _of_row(name):
     found = row(name)
     batch = found.batch(12)
     examples = [{key: value[i] for key, value in batch.items()} for i in range(12)]
     return {"model": without_dropout(found.model()), "train_dataset": Examples(examples)}
 
 
-def _of_case(name: str, column: str | None = None) -> dict[str, Any]:
+def _of_case(name, column=None):
     data = examples_of(name, 24)
     if column is not None:
         data = Examples([{**e, column: f"u{i % 9}"} for i, e in enumerate(data.examples)])
     return {"model": without_dropout(only(name).model()), "train_dataset": data}
 
 
-RUNS: dict[str, tuple[Callable[[], dict[str, Any]], dict[str, Any]]] = {
+RUNS = {
     "opt": (
         partial(_of_case, "opt"),
         {"projection_update_steps": 3, "weight_decay": 0.1, "max_steps": 4},
@@ -97,19 +93,17 @@ RESUMED = ("opt", "llama, LoRA")
 class WholeWeights(Watch):
     """Keeps whole weights, which every process helps to gather."""
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_end(self, args, state, control, **kwargs):
         self.keep(kwargs["model"])
 
-    def keep(self, model: nn.Module) -> None:
+    def keep(self, model):
         self.whole = sum(not isinstance(p, DTensor) for p in model.parameters())
         self.weights.append(
             {n: full_tensor(p.detach()).clone() for n, p in model.named_parameters()}
         )
 
 
-def trained(
-    folder: Path, name: str, *, sharded: bool = True, watch: Watch | None = None, **changes: Any
-) -> dict[str, Any]:
+def trained(folder, name, *, sharded=True, watch=None, **changes):
     """Trains one of ``RUNS`` with known coins and noise; returns what ``run.trained`` does."""
     make, settings = RUNS[name]
     watch = watch or WholeWeights()
@@ -123,12 +117,12 @@ def trained(
     return found
 
 
-def equal(name: str, folder: Path) -> Any:
+def equal(name, folder):
     with patch.object(spot_checks, "SHARE", 0.3):  # whatever is watched, all stay in step
         return trained(folder / f"{name}-{dist.get_world_size()}", name)
 
 
-def spread(folder: Path) -> Any:
+def spread(folder):
     """Returns how many parameters each process has whole, and its share of all numbers."""
     trainer = make_trainer(
         folder / "spread", **_of_case("opt"), **USUAL | SHARDED | {"eval_strategy": "no"}
@@ -146,7 +140,7 @@ def spread(folder: Path) -> Any:
     }
 
 
-def save(folder: Path) -> Any:
+def save(folder):
     found = {}
     for name in RESUMED:
         found[name] = trained(
@@ -163,7 +157,7 @@ SOURCES = {2: "whole", 3: "sharded"}
 """World size -> whose checkpoints it goes on from: those of one process, or of two."""
 
 
-def resume(folder: Path) -> Any:
+def resume(folder):
     size, noise, found = dist.get_world_size(), torch.load(folder / "noise.pt"), {}
     for name in RESUMED:
         place = folder / f"{name}-{SOURCES[size]}-for-{size}"
@@ -171,7 +165,7 @@ def resume(folder: Path) -> Any:
     return found
 
 
-def loaded_by_the_first(folder: Path) -> Any:
+def loaded_by_the_first(folder):
     """Trains a model that has weights in the first process only, as its loading may leave it."""
     make, _ = RUNS["opt"]
     parts = make()
@@ -182,7 +176,7 @@ def loaded_by_the_first(folder: Path) -> Any:
     return trained(folder / "loaded", "opt", **settings | parts)
 
 
-def autocast(folder: Path) -> Any:
+def autocast(folder):
     """Trains in bfloat16 with weights that are sharded, and that are not, the same batches."""
     return [
         trained(folder / f"autocast-{s}", "llama, uneven", sharded=s, bf16=True, max_steps=3)
@@ -190,7 +184,7 @@ def autocast(folder: Path) -> Any:
     ]
 
 
-def rounded(folder: Path) -> Any:
+def rounded(folder):
     found = []
     for sharded in (True, False):
         changes = {"model": _of_case("opt")["model"].bfloat16()}
@@ -200,8 +194,8 @@ def rounded(folder: Path) -> Any:
     return found
 
 
-def bytes_of_a_step(folder: Path) -> Any:
-    log: list[Any] = []
+def bytes_of_a_step(folder):
+    log = []
     settings = USUAL | SHARDED | {"per_device_train_batch_size": 24, "logging_strategy": "no"}
     with per_call(DPGrapeTrainer, "training_step", log), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -211,8 +205,8 @@ def bytes_of_a_step(folder: Path) -> Any:
     return log
 
 
-def killed(folder: Path) -> Any:
-    def kill(*call: Any) -> None:
+def killed(folder):
+    def kill(*call):
         if armed.armed:
             die()
 
@@ -224,7 +218,7 @@ def killed(folder: Path) -> Any:
     make_trainer(folder / "killed", known_streams=Streams.seeded(0), **parts, **settings).train()
 
 
-def broken_data(folder: Path) -> Any:
+def broken_data(folder):
     """To be the last: the process group is gone afterwards."""
     data = run.Broken(examples_of("opt", 24).examples)
     settings = USUAL | SHARDED | {"expected_batch_size": 20, "callbacks": [run.Arm(data)]}
@@ -232,7 +226,7 @@ def broken_data(folder: Path) -> Any:
     make_trainer(folder / "broken", known_streams=Streams.seeded(0), **settings).train()
 
 
-SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
+SCENARIOS = {
     "two": [
         *(run.named(equal, name) for name in IN_TWO),
         *(loaded_by_the_first, autocast, rounded, spread, save, resume),
@@ -243,7 +237,7 @@ SCENARIOS: dict[str, list[Callable[[Path], Any]]] = {
 }
 
 
-def main_of(rank: int, world_size: int, port: int, folder: str, name: str) -> None:
+def main_of(rank, world_size, port, folder, name):
     """Runs scenarios in a process that no launcher has told its place."""
     run.main_of(rank, world_size, port, folder, SCENARIOS[name])
 

@@ -5,8 +5,6 @@ seconds to import what it needs.
 """
 
 import shutil
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,14 +32,7 @@ from tests.support.trainers import (
     make_trainer,
     weights_of,
 )
-from tests.trainer.distributed.processes import (
-    WAITING,
-    Outcome,
-    assert_same_runs,
-    launch,
-    results,
-    seen,
-)
+from tests.trainer.distributed.processes import WAITING, assert_same_runs, launch, results, seen
 from tests.trainer.distributed.run import (
     EQUAL,
     ROBERTA,
@@ -58,12 +49,12 @@ FLAG = 4  # bytes that say whether a process has failed
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("processes")
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
+def one(folder):
     """What one process does: runs to compare with, and checkpoints for two to resume from."""
     saved = trained(folder / "saved-1", watch=Watch(stop_at=STOPPED_AT), **SAVED)
     for purpose in ("saved-1-for-2", "damaged"):
@@ -78,14 +69,14 @@ def one(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: dict[str, Any]) -> list[dict[str, Outcome]]:
+def two(folder, one):
     """What each of two processes saw; their checkpoint is there for one to resume."""
     launch(folder, 2, "tests.trainer.distributed.run", ["--multi_gpu"])
     shutil.copytree(folder / "saved-2", folder / "saved-2-for-1")
     return seen(folder, 2, SCENARIOS)
 
 
-def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
+def refusals(ranks, scenario):
     """Returns the error of each process; all must have failed, and soon."""
     for outcome in (rank[scenario] for rank in ranks):
         assert "error" in outcome, outcome
@@ -98,15 +89,13 @@ def refusals(ranks: list[dict[str, Outcome]], scenario: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [name for name in EQUAL if name != "uneven"])
-def test_two_processes_train_as_one(run: str, one: dict[str, Any], two: Any) -> None:
+def test_two_processes_train_as_one(run, one, two):
     assert_same_runs(results(two, run), one[run])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_two_processes_train_by_any_method_as_one(
-    method: str, one: dict[str, Any], two: Any
-) -> None:
+def test_two_processes_train_by_any_method_as_one(method, one, two):
     alone = one["every_method"][method]
     for run in (rank[method] for rank in results(two, "every_method")):
         assert (run["spent"], run["steps"]) == (alone["spent"], alone["steps"])
@@ -117,7 +106,7 @@ def test_two_processes_train_by_any_method_as_one(
 
 
 @pytest.mark.slow
-def test_uneven_and_empty_shares_change_nothing(one: dict[str, Any], two: Any) -> None:
+def test_uneven_and_empty_shares_change_nothing(one, two):
     """One example is a physical batch here, so the sizes below are their numbers."""
     ranks = results(two, "uneven")
     draws = zip(*(run["draws"] for run in ranks), strict=True)
@@ -129,7 +118,7 @@ def test_uneven_and_empty_shares_change_nothing(one: dict[str, Any], two: Any) -
 
 
 @pytest.mark.slow
-def test_training_starts_from_the_weights_of_the_first_process(two: Any) -> None:
+def test_training_starts_from_the_weights_of_the_first_process(two):
     expected = weights_of(TinyForSequenceClassification(seed=0))
     for weights, table in results(two, "initial"):
         assert_same_weights(weights[0], expected)
@@ -137,7 +126,7 @@ def test_training_starts_from_the_weights_of_the_first_process(two: Any) -> None
     assert_same_weights(*(weights[1] for weights, _ in results(two, "initial")))
 
 
-def _coordinates(rank: int) -> tuple[int, int, int]:
+def _coordinates(rank):
     """Returns the numbers of all weights, of projected weights and of their coordinates."""
     model = roberta()["model"]
     targets = [
@@ -148,7 +137,7 @@ def _coordinates(rank: int) -> tuple[int, int, int]:
 
 
 @pytest.mark.slow
-def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
+def test_only_the_clipped_sum_crosses_the_network(two):
     """Exactly its coordinates in float32 and a flag, in two messages."""
     total, projected, coordinates = _coordinates(ROBERTA["projection_rank"])
     step = [("c10d::allreduce_", FLAG), ("c10d::allreduce_", 4 * (total - projected + coordinates))]
@@ -158,9 +147,7 @@ def test_only_the_clipped_sum_crosses_the_network(two: Any) -> None:
 
 
 @pytest.mark.slow
-def test_one_process_resumes_what_two_have_saved(
-    folder: Path, one: dict[str, Any], two: Any
-) -> None:
+def test_one_process_resumes_what_two_have_saved(folder, one, two):
     stopped = results(two, "save")
     assert [run["steps"] for run in stopped] == [STOPPED_AT, STOPPED_AT]
     alone = trained(
@@ -171,13 +158,11 @@ def test_one_process_resumes_what_two_have_saved(
 
 
 @pytest.mark.slow
-def test_two_processes_resume_what_one_has_saved(
-    folder: Path, one: dict[str, Any], two: Any
-) -> None:
+def test_two_processes_resume_what_one_has_saved(folder, one, two):
     _assert_resumed(results(two, "resume"), one, folder / "saved-1-for-2")
 
 
-def _assert_resumed(ranks: list[Any], one: dict[str, Any], output: Path) -> None:
+def _assert_resumed(ranks, one, output):
     """As if never stopped: weights, optimizer, budget, steps, and what the files say."""
     whole = one["equal"]
     assert_same_runs(ranks, whole | {"weights": whole["weights"][STOPPED_AT:]})
@@ -198,9 +183,7 @@ def _assert_resumed(ranks: list[Any], one: dict[str, Any], output: Path) -> None
         ("unwritable_ledger", 0, "no space left on device"),
     ],
 )
-def test_no_process_waits_for_one_that_failed(
-    scenario: str, failed: int, reason: str, two: Any
-) -> None:
+def test_no_process_waits_for_one_that_failed(scenario, failed, reason, two):
     errors = refusals(two, scenario)
     assert reason in errors[failed]
     assert "1 of 2 processes failed in this step" in errors[1 - failed]
@@ -216,7 +199,7 @@ def test_no_process_waits_for_one_that_failed(
         ("other_arguments", "max_grad_norm is 2.0 in process 1 and 1.0 in process 0"),
     ],
 )
-def test_what_one_process_refuses_all_refuse(scenario: str, reason: str, two: Any) -> None:
+def test_what_one_process_refuses_all_refuse(scenario, reason, two):
     for rank, error in zip(two, refusals(two, scenario), strict=True):
         assert reason in error
         assert rank[scenario]["private"]
@@ -225,7 +208,7 @@ def test_what_one_process_refuses_all_refuse(scenario: str, reason: str, two: An
 # ---- One process ----
 
 
-def test_alone_there_is_nobody_to_agree_with() -> None:
+def test_alone_there_is_nobody_to_agree_with():
     assert is_first()
     assert from_first(lambda: "made here") == "made here"
     require_agreement({"anything": 1})
@@ -233,8 +216,8 @@ def test_alone_there_is_nobody_to_agree_with() -> None:
         from_first(_fail)
 
 
-def test_an_error_is_passed_on_once() -> None:
-    told: list[str] = []
+def test_an_error_is_passed_on_once():
+    told = []
     with pytest.raises(KeyError), failing_together(lambda: told.append("ours")):
         raise KeyError
     with pytest.raises(OtherProcessFailed), failing_together(lambda: told.append("theirs")):
@@ -244,14 +227,12 @@ def test_an_error_is_passed_on_once() -> None:
     assert told == ["ours"]
 
 
-def _fail() -> None:
+def _fail():
     raise ValueError("as it is")
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE"])
-def test_processes_that_do_not_know_each_other_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_do_not_know_each_other_are_refused(name, tmp_path, monkeypatch):
     """Launchers start two on a machine without GPU, and each would train by itself."""
     monkeypatch.setenv(name, "2")
     with pytest.raises(PrivacyError, match=f"{name}=2, but this process trains alone"):
@@ -260,7 +241,7 @@ def test_processes_that_do_not_know_each_other_are_refused(
     assert make_trainer(tmp_path, use_cpu=False).args.world_size == 1
 
 
-def test_a_process_group_created_after_the_trainer_is_refused(tmp_path: Path) -> None:
+def test_a_process_group_created_after_the_trainer_is_refused(tmp_path):
     """Each process would draw by itself, and the two draws be added up with the noise of one."""
     trainer = make_trainer(tmp_path)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -271,7 +252,7 @@ def test_a_process_group_created_after_the_trainer_is_refused(tmp_path: Path) ->
         dist.destroy_process_group()
 
 
-def test_weights_that_are_spread_are_refused(tmp_path: Path) -> None:
+def test_weights_that_are_spread_are_refused(tmp_path):
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = TinyForSequenceClassification()

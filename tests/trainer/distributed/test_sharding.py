@@ -3,7 +3,6 @@
 import shutil
 import signal
 from collections import Counter
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -48,12 +47,12 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("sharding")
 
 
 @pytest.fixture(scope="module")
-def one(folder: Path) -> dict[str, Any]:
+def one(folder):
     """What one process with whole weights does."""
     names = [*IN_TWO, "llama, uneven"]
     found = {name: trained(folder / f"{name}-1", name, sharded=False) for name in names}
@@ -70,13 +69,13 @@ def one(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path, one: Any) -> list[dict[str, Any]]:
+def two(folder, one):
     assert fork(2, main_of, str(folder), "two") == [0, 0]
     return seen(folder, 2, SCENARIOS["two"])
 
 
 @pytest.fixture(scope="module")
-def three(folder: Path, two: Any) -> list[dict[str, Any]]:
+def three(folder, two):
     """Three that were started as the README says."""
     flags = ("--use_fsdp", "--fsdp_version", "2")
     launch(folder, 3, main_of.__module__, flags)
@@ -94,13 +93,11 @@ def three(folder: Path, two: Any) -> list[dict[str, Any]]:
         ("three", "llama, uneven", "llama, uneven"),  # and uneven rows
     ],
 )
-def test_processes_with_sharded_weights_train_as_one(
-    processes: str, scenario: str, run: str, one: Any, request: pytest.FixtureRequest
-) -> None:
+def test_processes_with_sharded_weights_train_as_one(processes, scenario, run, one, request):
     assert_same_runs(results(request.getfixturevalue(processes), scenario), one[run])
 
 
-def test_each_process_has_its_rows(two: Any) -> None:
+def test_each_process_has_its_rows(two):
     for found in results(two, "spread"):
         assert found["whole"] == 0
         assert 0.4 < found["share"] < 0.6
@@ -108,14 +105,14 @@ def test_each_process_has_its_rows(two: Any) -> None:
         assert found["metrics"]["eval_loss"] > 0
 
 
-def test_16_bit_weights_are_rounded_by_the_same_coins(two: Any) -> None:
+def test_16_bit_weights_are_rounded_by_the_same_coins(two):
     for sharded, whole in results(two, "rounded"):
         for name, weight in sharded.items():
             assert weight.dtype is torch.bfloat16
             assert torch.equal(weight, whole[name]), name
 
 
-def test_autocast_computes_what_it_does_without(two: Any) -> None:
+def test_autocast_computes_what_it_does_without(two):
     for sharded, whole in results(two, "autocast"):
         for ours, theirs in zip(sharded["weights"], whole["weights"], strict=True):
             assert_same_weights(ours, theirs, **TOLERANCE)
@@ -124,12 +121,12 @@ def test_autocast_computes_what_it_does_without(two: Any) -> None:
 # ---- Checkpoints ----
 
 
-def status_of(folder: Path) -> dict[str, str]:
+def status_of(folder):
     return {check.what: check.status for check in verify(folder)}
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path, one: Any, two: Any) -> None:
+def test_a_checkpoint_is_that_of_one_process(name, folder, one, two):
     results(two, "save")
     places = (folder / f"{name}-sharded-kept", folder / f"{name}-whole")
     sharded, plain = (place / "checkpoint-2" for place in places)
@@ -153,9 +150,7 @@ def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path, one: Any, 
 
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("processes", [2, 3])
-def test_any_number_of_processes_goes_on_from_it(
-    name: str, processes: int, one: Any, two: Any, three: Any
-) -> None:
+def test_any_number_of_processes_goes_on_from_it(name, processes, one, two, three):
     """Two from a checkpoint of one process, three from a checkpoint of two."""
     for found in results({2: two, 3: three}[processes], "resume"):
         expected = one["uninterrupted", name]["weights"][-1]
@@ -164,7 +159,7 @@ def test_any_number_of_processes_goes_on_from_it(
 
 
 @pytest.mark.parametrize("name", RESUMED)
-def test_one_process_goes_on_from_it(name: str, folder: Path, one: Any, two: Any) -> None:
+def test_one_process_goes_on_from_it(name, folder, one, two):
     noise = torch.load(folder / "noise.pt")[name]
     place = folder / f"{name}-sharded-for-1"
     found = trained(place, name, sharded=False, resume=True, stream=noise, **SAVED)
@@ -175,7 +170,7 @@ def test_one_process_goes_on_from_it(name: str, folder: Path, one: Any, two: Any
 # ---- What crosses the network, and what happens when it breaks ----
 
 
-def test_a_step_gathers_weights_and_scatters_no_gradients(two: Any) -> None:
+def test_a_step_gathers_weights_and_scatters_no_gradients(two):
     """In every process and step the same, whatever was sampled; sums are one message."""
     every = [messages for steps in results(two, "bytes_of_a_step") for messages in steps[1:]]
     kinds = Counter(name.removeprefix("c10d::") for name, _ in every[0])
@@ -183,14 +178,14 @@ def test_a_step_gathers_weights_and_scatters_no_gradients(two: Any) -> None:
     assert all(messages == every[0] for messages in every)
 
 
-def test_a_process_that_fails_ends_all(two: Any) -> None:
+def test_a_process_that_fails_ends_all(two):
     first, second = (rank["broken_data"] for rank in two)
     assert "the disk of the second machine is gone" in second["error"]
     assert "error" in first
     assert max(first["seconds"], second["seconds"]) < WAITING
 
 
-def test_a_process_that_is_killed_ends_the_others(folder: Path, one: Any) -> None:
+def test_a_process_that_is_killed_ends_the_others(folder, one):
     assert fork(2, main_of, str(folder), "killed")[1] == -signal.SIGKILL
     found = torch.load(folder / "killed-0-of-2.pt", weights_only=False)
     assert "error" in found
@@ -200,7 +195,7 @@ def test_a_process_that_is_killed_ends_the_others(folder: Path, one: Any) -> Non
 # ---- What is refused ----
 
 
-def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch):
     """To learn more of a model would run it again, where the others do not."""
     entry = row("T5, seq2seq LM")
     unmasked, masked = entry.batch(4), entry.batch(4)
@@ -220,7 +215,7 @@ def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch: pytest.Mon
         engine(masked, {})
 
 
-def test_an_engine_that_cannot_stay_in_step_says_so() -> None:
+def test_an_engine_that_cannot_stay_in_step_says_so():
     entry = only("opt")
     with pytest.raises(UnsupportedModelError, match="FunctorchEngine does not support"):
         FunctorchEngine(entry.model()).stay_in_step(entry.batch(2), {})
@@ -229,7 +224,7 @@ def test_an_engine_that_cannot_stay_in_step_says_so() -> None:
 @pytest.mark.parametrize(
     ("layers", "found"), [(["Nothing"], "none"), (["OPTDecoder", "OPTDecoderLayer"], "one inside")]
 )
-def test_layers_that_cannot_be_sharded(layers: list[str], found: str) -> None:
+def test_layers_that_cannot_be_sharded(layers, found):
     with pytest.raises(PrivacyError, match=f"OPTForCausalLM has {found}.*transformer_layer_cls"):
         shard_(only("opt").model(), torch.device("cpu"), cast(Any, None), layers)
 
@@ -245,6 +240,6 @@ def test_layers_that_cannot_be_sharded(layers: list[str], found: str) -> None:
         ({"method": "dpzero"}, "method='dpzero'"),
     ],
 )
-def test_what_sharding_does_not_have(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_what_sharding_does_not_have(settings, named, tmp_path):
     with pytest.raises(PrivacyError, match=named):
         make_trainer(tmp_path, **SHARDED | settings)

@@ -1,8 +1,6 @@
 """What a block of code sends to the other processes, counted below all of torch.distributed."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
@@ -17,13 +15,11 @@ class Traffic(TorchDispatchMode):
     of ``torch.ops.c10d``; those without tensors (``barrier``) count as empty messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.messages: list[tuple[str, int]] = []
+        self.messages = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "c10d":
             tensors = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor)]
             self.messages.append((func._schema.name, sum(tensor.nbytes for tensor in tensors)))
@@ -31,11 +27,11 @@ class Traffic(TorchDispatchMode):
 
 
 @contextmanager
-def per_call(cls: type, name: str, log: list[list[tuple[str, int]]]) -> Iterator[None]:
+def per_call(cls, name, log):
     """Appends what each call of a method of ``cls`` sends to ``log``."""
     original = getattr(cls, name)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         with Traffic() as traffic:
             result = original(*args, **kwargs)
         log.append(traffic.messages)
