@@ -123,8 +123,6 @@ def transcript_of(text):
         yield shlex.split(line), printed.strip("\n")
 
 
-# ---- What a page takes for granted ----
-
 VOCABULARY = len(SPECIAL) + len(WORDS)
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
 Prelude = Callable[[], dict[str, Any]]
@@ -235,9 +233,6 @@ def desk(tmp_path, monkeypatch):
         yield
 
 
-# ---- Commands ----
-
-
 class _Understood(Exception):
     """A program has read all its words."""
 
@@ -335,8 +330,6 @@ def parse(words):
     assert words[0] in PARSE, f"say in PARSE how {words[0]!r} is checked, or mark it as not run"
     PARSE[words[0]](words[1:])
 
-
-# ---- The tests ----
 
 each_page = pytest.mark.parametrize("page", PAGES)
 

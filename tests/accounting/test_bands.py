@@ -31,9 +31,6 @@ def _linear(steps):
     return 1 - np.arange(steps) / steps
 
 
-# ---- What is left ----
-
-
 def test_release_weights_are_the_sums_of_an_update_rule():
     rates, inertia = np.array([1.0, 0.5, 0.25, 2.0]), 0.9
     for step in range(4):
@@ -82,9 +79,6 @@ def test_coefficients_are_those_of_another_library():
     theirs = (0.6480137370, 0.4924985721, 0.4358909506, 0.3840864906)
     found = best_coefficients(len(theirs), np.tril(np.ones((200, 200))))
     np.testing.assert_allclose(found, theirs, atol=1e-5)
-
-
-# ---- What it costs ----
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(4, 200), (8, 203)])

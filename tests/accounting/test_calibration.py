@@ -86,9 +86,6 @@ def gaussian_epsilon(mu, delta):
     return float(brentq(excess, 0, 500))
 
 
-# ---- Calibration ----
-
-
 @pytest.mark.parametrize(
     "changes",
     [
@@ -118,9 +115,6 @@ def test_a_budget_finer_than_the_accountant_is_refused():
 def test_no_steps_cannot_be_calibrated():
     with pytest.raises(PrivacyError, match="steps=0 releases nothing"):
         find_noise_multiplier(**VALID_TARGET | {"steps": 0})
-
-
-# ---- Upper bounds ----
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
@@ -196,8 +190,6 @@ def test_no_steps_cost_nothing_and_no_noise_costs_everything(accountant):
 def test_epsilon_is_never_negative(accountant):
     assert epsilon_of(50.0, 0.01, 1, 0.3, accountant) == 0.0
 
-
-# ---- Tight bounds ----
 
 # (noise_multiplier, sample_rate, steps, delta) with a tight epsilon from 0.02 to 10. In the last
 # three, the bound by RDP, which the grid is first chosen by, is up to 38 times as large.
@@ -276,9 +268,6 @@ def test_rounding_does_not_increase_a_small_delta(delta):
             assert exact <= answer <= most * exact
 
 
-# ---- Composition and curves ----
-
-
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_equal_blocks_compose_to_one_run(accountant):
     split = compose_epsilon(
@@ -324,9 +313,6 @@ def test_a_curve_agrees_with_single_answers_even_beyond_its_end(accountant):
         single = epsilon_of(2.0, 0.05, steps, 1e-5, accountant)
         assert curve.epsilon(steps) == pytest.approx(single, abs=2e-3)
     assert curve.accountant == accountant
-
-
-# ---- Fallbacks ----
 
 
 @pytest.mark.parametrize(
@@ -397,9 +383,6 @@ def test_a_failure_of_the_last_resort_is_not_hidden(monkeypatch):
     monkeypatch.setattr(ACCOUNTANTS["rdp"], "epsilon", fail)
     with pytest.raises(AccountantFailure, match="broken"):
         compute_epsilon(**VALID)
-
-
-# ---- Refusals ----
 
 
 @pytest.mark.parametrize(

@@ -83,9 +83,6 @@ def test_meanings_name_options_methods_and_projections_that_there_are():
     )
 
 
-# ---- Values and their short names ----
-
-
 def test_with_a_rate_only_the_budget_has_no_default():
     args = make(learning_rate=1e-3)
     promised = (args.adjacency, args.noise, args.accountant, args.max_grad_norm, args.clipping)
@@ -165,9 +162,6 @@ def test_two_ways_to_set_the_logical_batch_are_refused():
         make(expected_batch_size=100, gradient_accumulation_steps=2)
 
 
-# ---- Copies ----
-
-
 def rebuilt(args):
     return DPGrapeTrainingArguments(**args.to_dict())
 
@@ -236,9 +230,6 @@ def test_a_copy_is_checked_again():
         dataclasses.replace(make(), max_grad_norm=-1.0)
 
 
-# ---- The command line ----
-
-
 def test_the_command_line_takes_long_and_short_names():
     long = parse(
         *("--target_epsilon", "3", "--target_delta", "1e-6"),
@@ -287,8 +278,6 @@ def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path):
     with pytest.raises(PrivacyError, match="YAML or JSON file needs these long names"):
         HfArgumentParser(DPGrapeTrainingArguments).parse_yaml_file(file)
 
-
-# ---- Refused: values ----
 
 VALUES = [
     *(("target_epsilon", value) for value in (0.0, math.inf, math.nan)),
@@ -349,8 +338,6 @@ def test_optim_names_the_update_rule(optim):
     with pytest.raises(PrivacyError, match="two optimizers"):
         make(optim=optim, update_rule="momentum")
 
-
-# ---- Refused: options of the host ----
 
 REFUSED = [
     ("auto_find_batch_size", True),

@@ -50,8 +50,6 @@ from tests.support.trainers import (
     weights_of,
 )
 
-# ---- Definitions ----
-
 
 def descent():
     return lambda step, private_grads: {n: 1e-2 * g for n, g in private_grads.items()}
@@ -116,9 +114,6 @@ def test_dp_lora_without_noise_and_clipping_is_the_plain_trainer(tmp_path):
     expected = plain_trainer(tmp_path / "plain", tiny("dp_lora"), steps=5)
     found = run(tmp_path / "ours", "dp_lora", **EXACT, max_steps=5)
     assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)
-
-
-# ---- Plug-ins ----
 
 
 @pytest.mark.slow
@@ -197,9 +192,6 @@ def test_a_private_plug_in_needs_an_engine_that_is_examined(tmp_path, monkeypatc
     monkeypatch.setitem(methods._METHODS, "dp_batch", replace(METHODS["adam"], private=True))
     with pytest.raises(PrivacyError, match=r"'dp_batch' is private.*BatchEngine"):
         make_trainer(tmp_path, method="dp_batch")
-
-
-# ---- Suites over the table ----
 
 
 @pytest.mark.parametrize(
@@ -333,9 +325,6 @@ def test_an_adapter_method_wants_an_adapter(method, tmp_path):
         make_trainer(tmp_path, method=method)
 
 
-# ---- Learning rates ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "patterns", "factors"),
@@ -404,9 +393,6 @@ def test_the_rate_that_is_logged_is_one_that_is_used(tmp_path):
     trainer.create_optimizer()
     assert {group["lr"] for group in trainer.optimizer.param_groups} == {4e-3}
     assert all(group["params"] for group in trainer.optimizer.param_groups)
-
-
-# ---- Gradient factors ----
 
 
 @pytest.mark.slow

@@ -28,8 +28,6 @@ from dp_grape_hf.mechanism.noise import add_noise_
 from tests.mutation.saboteurs import SABOTEURS
 from tests.support.marks import slow_but
 
-# ---- The bound ----
-
 
 def most_likely_success(m, k, v, epsilon, delta):
     """Returns the largest P[v of k guesses are correct, or more] of a private run.
@@ -161,9 +159,6 @@ def test_a_guess_is_made_where_the_evidence_is_strongest():
     guessed, says_in = guess(torch.tensor([0.1, -5.0, 3.0, -0.2]), 2)
     assert guessed.tolist() == [1, 2]
     assert says_in.tolist() == [False, True]
-
-
-# ---- Runs ----
 
 
 FACTORS = {"body": 0.25, "tables.1": 8.0}
@@ -309,8 +304,6 @@ def test_what_cannot_be_audited_is_refused(changes, message):
     with pytest.raises(PrivacyError, match=message):
         audit(AuditSettings(**{"canaries": 60} | changes))
 
-
-# ---- The command ----
 
 SMALL = ["audit", "--canaries", "2000", "--guesses", "200", "--max_steps", "1"]
 

@@ -106,9 +106,6 @@ def test_given_steps_decide_a_batch_of_at_most_a_tenth(samples, passes, steps, b
     assert usual_batch_size(samples, passes, steps) == batch
 
 
-# ---- The walk of the noise ----
-
-
 def setting(rule, schedule, bands=(1.0,), **settings):
     of_a_run = dict.fromkeys(Setting._fields)
     given = {"rule": rule, "schedule": schedule, "bands": bands, "settings": settings}
@@ -133,9 +130,6 @@ def test_the_walk_of_sgd_follows_the_schedule():
 def test_the_walk_of_adam_does_not_depend_on_noise_size():
     small, large = (setting("adam", [1.0] * 50).walk(std) for std in (0.01, 10.0))
     assert small == pytest.approx(large, rel=1e-3)
-
-
-# ---- Parts ----
 
 
 def test_of_a_pretrained_model_matrices_and_head_are_trained(tmp_path):
@@ -297,9 +291,6 @@ def test_an_untrained_models_rate_is_limited_by_noise_or_steps(eps, bound, tmp_p
     assert trainer.rates.body.rate == pytest.approx(expected[bound], rel=1e-3)
 
 
-# ---- With little noise ----
-
-
 def adapter(folder, config):
     return get_peft_model(pretrained(folder), config(task_type="SEQ_CLS"))
 
@@ -407,9 +398,6 @@ def test_adam_moves_all_numbers_alike_whatever_their_gradients():
     steps = adam.one_step({"weight": torch.tensor([[1e-3, -2.0], [0.0, 0.5]])})["weight"]
     torch.testing.assert_close(steps, torch.tensor([[-1.0, 1.0], [0.0, -1.0]]), rtol=1e-3, atol=0)
     assert adam.one_step({"weight": torch.zeros(2)}) == {}
-
-
-# ---- A run ----
 
 
 def test_epsilon_delta_and_passes_are_all_that_is_needed(tmp_path):
@@ -573,9 +561,6 @@ def test_constant_signal_moves_a_parameter_by_the_sum_of_rates():
     sizes = torch.tensor([0.0, 2.0, 7.0])
     assert setting("sgd", [1.0, 0.5]).push(sizes).tolist() == pytest.approx([0, 3, 10.5])
     assert setting("adam", [1.0] * 5).push(sizes).tolist() == pytest.approx([0, 5, 5])
-
-
-# ---- It says what it chose ----
 
 
 @pytest.mark.slow

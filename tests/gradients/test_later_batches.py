@@ -32,9 +32,6 @@ def check(engine, batch):
     assert_gradients_equal(engine(batch, {})[1], expected)
 
 
-# ---- What carries the batch changes ----
-
-
 def classifier(compute, **layers):
     table, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
     return Function(compute, table=table, **layers, head=head)
@@ -150,9 +147,6 @@ def test_samples_without_gradients_do_not_vouch_for_a_model(broken, samples):
         batch = {"x": torch.randn(4, 5), "labels": torch.zeros(4, dtype=torch.long)}
     with pytest.raises(PrivacyError, match="couples"):
         engine(batch, {})
-
-
-# ---- Gradients that would be missing ----
 
 
 @pytest.mark.parametrize("inplace", [False, True])

@@ -80,9 +80,6 @@ class CountingEmbedding(nn.Embedding):
         return super().forward(x) * super().forward(4 - x)
 
 
-# ---- The table ----
-
-
 @dataclass(frozen=True)
 class Row:
     """A layer, its input for B samples, and whether a closed form is expected to be used."""
@@ -229,9 +226,6 @@ def test_a_frozen_part_of_a_layer_leaves_the_rest_exact(row, engine):
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name != frozen)
         check(model, {"x": row.inputs(B)}, engine=engine)
-
-
-# ---- Which rule ----
 
 
 @pytest.mark.parametrize("layer_type", [LlamaRMSNorm, GemmaRMSNorm, nn.RMSNorm])

@@ -34,9 +34,6 @@ def tokens(batch_size, positions=5):
     return {"x": torch.randint(0, 7, (batch_size, positions))}
 
 
-# ---- Gradient checkpointing ----
-
-
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_gradients_are_exact_under_gradient_checkpointing(name):
     """Where a table is looked up once for all samples, and where none is."""
@@ -77,9 +74,6 @@ def test_a_checkpointed_block_may_run_twice():
     block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH))
     model = Function(compute, table=nn.Embedding(7, WIDTH), block=block)
     check(model, tokens(3), {"block.0.weight": Projector(torch.randn(WIDTH, 2), Side.RIGHT)})
-
-
-# ---- Shapes that lie ----
 
 
 def flattened(m, x):
@@ -127,9 +121,6 @@ def test_uses_of_one_weight_in_different_forms_add_up(positions, monkeypatch):
     monkeypatch.setattr(flat, "MOST", 0)
     gradients = check(shared(), tokens(4, positions))
     assert isinstance(gradients["table.weight"], Dense if positions == 5 else GradientSum)
-
-
-# ---- Modules without a rule ----
 
 
 def gate(m, hidden, power, *, table, name="none", half=None):
@@ -225,9 +216,6 @@ def test_layers_with_unequal_positions_per_sample_run_sample_by_sample(odd, capl
     assert "the model (Function) cannot be vectorised" in caplog.records[-1].getMessage()
     expected = single_sample_gradients(engine.model, {"x": x}, None, mean_output)[1]
     assert_gradients_equal(engine({"x": x}, {})[1], expected)
-
-
-# ---- Refusals ----
 
 
 def unused(what):

@@ -87,9 +87,6 @@ def matrix():
     return found
 
 
-# ---- Every model ----
-
-
 @pytest.mark.parametrize(("entry", "engine", "rank"), matrix())
 def test_every_model_has_exact_gradients_or_a_reasoned_refusal(entry, engine, rank):
     model, inputs = entry.model(), entry.batch(B)
@@ -131,9 +128,6 @@ def test_at_least_sixty_families_without_special_support_are_tried():
     names = [str(entry) for entry in rows(FAMILIES + WIDE)]
     assert len(set(names)) == len(names)
     assert {*QUICK} <= {*names}
-
-
-# ---- Conditions ----
 
 
 DROPOUT = {
@@ -232,9 +226,6 @@ def test_logits_are_computed_at_labelled_positions_only_and_nothing_changes(entr
     own_losses, own = own_gradients(model, inputs)
     torch.testing.assert_close(losses, own_losses, rtol=1e-4, atol=1e-5)
     assert relative_error(dense(gradients, B), own) < TOLERANCE
-
-
-# ---- The table in the README ----
 
 
 @pytest.mark.slow

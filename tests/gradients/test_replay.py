@@ -61,9 +61,6 @@ def test_draws_of_a_pass_begun_again_do_not_count():
     assert engine.restarts > 0
 
 
-# ---- Saboteurs of gradients ----
-
-
 class LosesATerm(LayerRule):
     def gradients(self, layer, saved, grad_output, batch_size):
         rows = grad_output.reshape(batch_size, -1, grad_output.shape[-1])
@@ -149,9 +146,6 @@ def test_examples_are_added_if_the_first_batch_has_too_few(monkeypatch, tmp_path
     monkeypatch.setattr(Plans, "of", lambda *args: None)  # layers run by their rules
     trainer = make_trainer(tmp_path, model=model, callbacks=[Empty()], method="dp_adam")
     assert_refused(trainer, r"twice\.weight \(of twice, a Linear\)", UnsupportedModelError)
-
-
-# ---- The optimizer ----
 
 
 class HasTwice(DPGrapeTrainer):

@@ -56,9 +56,6 @@ def gradients(toss, engine="layerwise", zero=False):
     return per_sample_gradients(model, {"x": torch.randn(5, 4)}, loss=squares, engine=engine)
 
 
-# ---- Coins of one's own ----
-
-
 def drops_paths(hidden):
     return hidden * (0.7 + torch.rand(len(hidden), 1)).floor() / 0.7
 
@@ -156,9 +153,6 @@ def test_equal_sizes_of_different_draws_are_no_shared_coin():
     inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
     losses, _ = per_sample_gradients(model, inputs, loss=lambda outputs, _: outputs)
     assert losses.shape == (3,)
-
-
-# ---- Shared coins ----
 
 
 def drops_layers(hidden):
@@ -377,9 +371,6 @@ def test_zero_weights_are_replaced_for_the_check_and_restored_exactly(fails):
         assert torch.equal(weight.signbit(), values.signbit())
 
 
-# ---- Streams beside torch's, and seeds ----
-
-
 def rewinds_numpy(hidden):
     state = np.random.get_state()
     hidden = hidden * float(np.random.rand())
@@ -463,9 +454,6 @@ def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path):
     model = noisy(draws_from_a_generator, in_training_only=True)
     with pytest.raises(PrivacyError, match=r"changed .*_OWN of the model"):
         make_trainer(tmp_path, model=model).train()
-
-
-# ---- Noise in evaluation mode ----
 
 
 NOISE = {

@@ -48,9 +48,6 @@ def found_and_expected(module, x, sides):
     return engine(inputs, projectors), single_sample_gradients(module, inputs, projectors, loss)
 
 
-# ---- Modules ----
-
-
 def linear():
     return {"layer": nn.Linear(N, 4)}
 
@@ -210,9 +207,6 @@ def made(make, dtype=torch.float32):
 
 def samples(dtype=torch.float32, count=B):
     return torch.randn(count, T, N, generator=torch.Generator().manual_seed(2)).to(dtype)
-
-
-# ---- The value and the derivative ----
 
 
 @pytest.mark.parametrize("name", MODULES)

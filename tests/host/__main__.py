@@ -41,9 +41,6 @@ OUTCOMES, PRIVATE = "DP_GRAPE_HOST_OUTCOMES", "DP_GRAPE_HOST_PRIVATE"  # environ
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
-# ---- Ours in the place of theirs ----
-
-
 @dataclass
 class _Defaults:
     """No clipping, no noise, and logs of what the Trainer logs."""
@@ -113,9 +110,6 @@ def _substitute():
         setattr(package, f"{name}ingArguments", arguments)
 
 
-# ---- The plugin ----
-
-
 def pytest_configure(config):
     """Puts ours in place, before the tests import anything."""
     if os.environ.get(PRIVATE):
@@ -144,9 +138,6 @@ def _causes(error):
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
-
-
-# ---- Both runs ----
 
 
 def run(checkout, private, output, words):

@@ -65,9 +65,6 @@ def first(first_run, tmp_path):
     return Path(shutil.copytree(first_run, tmp_path / "first"))
 
 
-# ---- Asking ----
-
-
 @pytest.mark.parametrize("place", ["", "checkpoint-2"])
 def test_the_trainer_asks_which_data_an_earlier_run_used(place, first, tmp_path):
     with pytest.raises(PrivacyError) as refusal:
@@ -169,9 +166,6 @@ def test_earlier_runs_of_this_process_are_known_without_folder(derived, tmp_path
     assert second.privacy_spent().epsilon == pytest.approx(trainer.privacy_spent().epsilon)
 
 
-# ---- On the Hub ----
-
-
 class _OfHub(TinyForSequenceClassification):
     name_or_path = "user/model"
 
@@ -257,9 +251,6 @@ def test_a_folder_that_is_gone_cannot_be_looked_into(tmp_path):
     assert find_earlier(_OfNowhere(), make_args(tmp_path, earlier_data="other")) is None
 
 
-# ---- Counting ----
-
-
 @pytest.mark.slow
 def test_on_the_same_data_the_budget_covers_both_runs(first, tmp_path, caplog):
     before = Ledger.load(first / LEDGER_NAME)
@@ -326,9 +317,6 @@ def test_noise_is_found_where_earlier_releases_leave_little(tmp_path):
     assert target * (1 - 1e-3) <= whole <= target
     with pytest.raises(PrivacyError, match="is spent already"):
         find_noise_multiplier(target_epsilon=used, target_delta=1e-5, earlier=earlier, **given)
-
-
-# ---- Resuming ----
 
 
 @pytest.mark.slow
@@ -398,9 +386,6 @@ def test_a_resumed_run_counts_what_it_began_with(first, tmp_path):
     resumed = _trainer(out, only(NAME).model(), **SAVING)
     with pytest.raises(PrivacyError, match=r"4 earlier releases.* counts 0"):
         resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
-
-
-# ---- One process at a time ----
 
 
 def _in_a_fork(path, end):

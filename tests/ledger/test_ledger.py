@@ -26,9 +26,6 @@ def _unplaced(ledger):
     return Ledger(ledger.links)
 
 
-# ---- Round trip ----
-
-
 @pytest.mark.parametrize(
     "mechanism",
     [
@@ -88,9 +85,6 @@ def test_the_file_holds_public_facts_only(tmp_path):
     assert not_private["reason"] == "so"
 
 
-# ---- Recording ----
-
-
 def test_releases_are_run_length_coded_and_appended(tmp_path):
     ledger = Ledger.start(MECHANISM, tmp_path / LEDGER_NAME)
     assert ledger.steps == 0
@@ -137,9 +131,6 @@ def test_a_snapshot_cannot_hold_more_updates_than_releases():
         with pytest.raises(PrivacyError, match=f"updates={updates} "):
             ledger.snapshot(updates)
     assert ledger.updates == 3
-
-
-# ---- Crashes ----
 
 
 @pytest.mark.parametrize(
@@ -238,9 +229,6 @@ def test_a_killed_process_leaves_a_ledger_that_holds_every_release(tmp_path):
     Ledger.start(MECHANISM, path)  # the dead process holds no lock
 
 
-# ---- Epsilon ----
-
-
 def test_epsilon_needs_a_delta():
     ledger = Ledger.start(replace(MECHANISM, target_delta=None))
     with pytest.raises(PrivacyError, match="target_delta=None"):
@@ -281,9 +269,6 @@ def test_not_private_is_for_good(tmp_path):
         assert one.not_private_reasons == ["test generators were passed", "another"]
     with pytest.raises(PrivacyError, match="reason="):
         ledger.mark_not_private("")
-
-
-# ---- Resuming ----
 
 
 @pytest.fixture
@@ -451,9 +436,6 @@ def test_a_run_names_the_accountant_that_answers(tmp_path, monkeypatch):
     assert ledger.epsilon() == plan.spent(ledger).epsilon
 
 
-# ---- The chain ----
-
-
 def _story(path):
     """A run with an entry of nearly every kind."""
     ledger = ledger_of(20, path=path)
@@ -532,9 +514,6 @@ def test_saving_the_same_weights_again_is_one_entry():
     assert ledger.snapshot(2, {"a.bin": "2" * 64}).head != head
 
 
-# ---- Two runs in one folder ----
-
-
 @pytest.mark.parametrize("how", ["starts", "resumes"])
 def test_a_run_stops_when_another_writes_where_it_did(how, run):
     """Its next record would write over what the other one released."""
@@ -558,9 +537,6 @@ def test_a_live_file_that_was_deleted_is_written_again(tmp_path):
     assert Ledger.load(path).steps == 4
 
 
-# ---- Runs that continue others ----
-
-
 def test_releases_on_other_data_are_recorded_and_do_not_compose():
     first, alone = ledger_of(100), ledger_of(50)
     first.mark_not_private("the first")
@@ -578,9 +554,6 @@ def test_runs_about_different_neighbours_do_not_add_up(change):
     with pytest.raises(PrivacyError, match=f"{next(iter(change))}=.* do not add up"):
         Ledger.start(replace(MECHANISM, **change), continues=first)
     Ledger.start(replace(MECHANISM, **change), continues=first, same_data=False)
-
-
-# ---- Validation ----
 
 
 IMPOSSIBLE = {

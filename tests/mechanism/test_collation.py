@@ -195,9 +195,6 @@ def test_an_example_is_not_changed_by_its_collator():
     assert example == text(5, 0)
 
 
-# ---- What cannot be collated alone ----
-
-
 @pytest.mark.parametrize(
     ("collator", "reason"),
     [
@@ -220,9 +217,6 @@ def test_an_error_of_a_collator_is_its_own():
         LogicalBatchCollator(fails, 4)([text(3, 0)])
 
 
-# ---- Units ----
-
-
 def test_a_unit_is_collated_by_itself():
     collator, make = COLLATORS["padded left"]
     units = [[make(3, 0), make(20, 1)], [make(5, 2)], [make(9, 3), make(4, 4)], [make(24, 5)]]
@@ -235,9 +229,6 @@ def test_a_unit_is_collated_by_itself():
         own = [{**row, "privacy_unit_of_row": 0} for row in rows_of(collate([units[left_out]]))]
         all_rows = [{**row, "privacy_unit_of_row": 0} for row in everyone]
         assert sorted(map(str, contents + own)) == sorted(map(str, all_rows))
-
-
-# ---- Coins ----
 
 
 def _states():

@@ -53,9 +53,6 @@ def definition(gradients, factors, bound, clipping):
     return found
 
 
-# ---- The definition ----
-
-
 @pytest.mark.parametrize(
     ("rank", "clipping", "name"),
     [
@@ -96,9 +93,6 @@ def test_factors_of_one_release_the_same_bits_as_none(mode, clipping):
         for factors in ({"norm": 1.0, "*": 1.0}, None)
     )
     assert all(torch.equal(value, without[name]) for name, value in with_ones.items())
-
-
-# ---- Neighbours ----
 
 
 def met_by_noise(engine, batches, monkeypatch):
@@ -147,9 +141,6 @@ def test_one_more_sample_moves_the_sum_before_noise_within_c(name, clipping, mon
                 assert alone == pytest.approx(bound, rel=1e-5)
 
 
-# ---- The noise ----
-
-
 def test_the_noise_of_a_parameter_is_divided_by_its_factor():
     """Seeded: the std of 100,000 numbers is off by more than 1.5 % once in 10^10 times."""
     own = {"noise_multiplier": 1.5, "max_grad_norm": 0.4, "expected_batch_size": 5.0}
@@ -176,9 +167,6 @@ def test_secure_noise_is_rounded_before_the_division():
         grains = found[name] * factor * 4.0 / grid_of(1.0)
         assert torch.equal(grains, grains.round())
         assert grains.remainder(2).unique().tolist() == [0.0, 1.0]
-
-
-# ---- The record ----
 
 
 @pytest.mark.parametrize(

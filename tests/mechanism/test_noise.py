@@ -35,9 +35,6 @@ def noise_of(size, secure, std=1.0):
     return value.numpy() / std
 
 
-# ---- Checks ----
-
-
 def check_kolmogorov_smirnov(sample):
     """False alarm: ``2 exp(-2 * 3.1**2)``, 9e-9."""
     distance = scipy.stats.kstest(sample, "norm").statistic
@@ -91,9 +88,6 @@ def check_fine(sample):
     assert np.unique(sample, return_counts=True)[1].max() < 16
 
 
-# ---- One large release ----
-
-
 @secure_is_slow
 def test_a_large_release_is_normal_across_its_coordinates(secure):
     """Tails are counted to 4.5 standard deviations: 2**22 numbers have 14 a side beyond."""
@@ -140,9 +134,6 @@ def test_a_broken_sampler_is_found(fault):
     check(sample)
     with pytest.raises(AssertionError):
         check(breaking(sample))
-
-
-# ---- Each coordinate, over many releases ----
 
 
 def check_each_coordinate(releases):
@@ -192,9 +183,6 @@ def test_streams_of_threads_and_ranks_are_independent(secure, monkeypatch):
             check_uncorrelated(share, other)
 
 
-# ---- Tails ----
-
-
 def _untempered(word):
     """The word of a Mersenne Twister's state that gives this output."""
     word ^= word >> 18
@@ -231,9 +219,6 @@ def test_noise_reaches_beyond_what_one_float32_draw_can():
         value = torch.zeros(32)
         add_noise_([value], 1.0, generator)
         assert value.max() > least
-
-
-# ---- The low bits ----
 
 
 def _guess(start, generator):
@@ -307,9 +292,6 @@ def test_secure_noise_is_refused_where_it_protects_nothing(monkeypatch, tmp_path
     monkeypatch.setattr(cls, "world_size", property(lambda self: 2))
     with pytest.raises(PrivacyError, match="secure_noise=True with 2 processes"):
         make_args(tmp_path, secure_noise=True)
-
-
-# ---- Fresh in every process ----
 
 
 def _in_a_fork(draw):

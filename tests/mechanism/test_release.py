@@ -38,9 +38,6 @@ from tests.support.oracles import single_sample_gradients
 INF, NAN = math.inf, math.nan
 
 
-# ---- The release and its definition ----
-
-
 @pytest.mark.parametrize("rank", [8, None], ids=["projected", "unprojected"])
 @pytest.mark.parametrize("name", ["roberta-classifier", "opt"])
 def test_the_release_equals_its_definition(name, rank):
@@ -170,8 +167,6 @@ def test_a_non_finite_norm_in_one_group_drops_the_sample():
         )
         assert joint_norm(alone) == pytest.approx(1)
 
-
-# ---- The contribution of one example ----
 
 each_kind = pytest.mark.parametrize("kind", [*FORMS, "sum"])
 
@@ -348,9 +343,6 @@ def test_a_convolution_on_one_patch_keeps_its_weights_shape():
         torch.testing.assert_close(private[name], expected, rtol=1e-5, atol=1e-6)
 
 
-# ---- Precision ----
-
-
 def test_sums_and_noise_of_a_bfloat16_model_are_float32():
     """Rounded to bfloat16, a contribution would exceed C by up to half a percent."""
     model = only("roberta-classifier").model().to(torch.bfloat16)
@@ -414,8 +406,6 @@ def test_tf32_set_by_the_user_does_not_change_clipping(precision):
     assert found[0].norm() > 0
 
 
-# ---- The noise ----
-
 SIGMA, BOUND, EXPECTED = 1.5, 0.4, 5.0
 FALSE_ALARM = 1e-8  # of each check below, if the noise were drawn afresh
 
@@ -460,9 +450,6 @@ def test_no_two_releases_and_no_two_tensors_share_noise():
     for i, j in ((0, 1), (0, 2), (1, 2)):  # |correlation| is below 6 / sqrt(n) but for 2e-9
         assert (noise[i] * noise[j]).mean().abs() < 6 / math.sqrt(noise.shape[1])
     assert not torch.equal(noise[0], noise_of(1, seed=2, **shapes)[0])
-
-
-# ---- The protocol ----
 
 
 def test_draws_do_not_merge_and_steps_have_their_order():
@@ -516,9 +503,6 @@ def test_the_ledger_is_on_disk_before_the_noise_is_drawn(tmp_path, monkeypatch):
     assert Ledger.load(tmp_path / "ledger.json").steps == 0
     engine.release()
     assert seen == [1]
-
-
-# ---- Several ranks ----
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -35,7 +35,6 @@ RELEASE, UPDATE = 1e-5, 5e-5
 
 Numbers = dict[str, Any]
 
-# ---- Runs ----
 
 SETTINGS = {
     "max_steps": 5,
@@ -116,9 +115,6 @@ def record_of(model, case):
     return {**found, **{key: described(found[key]) for key in ("release", "update")}}
 
 
-# ---- Streams ----
-
-
 def seeds():
     """Returns seeds of projections, by seed, redraw, name and block of rows."""
     names = ("bert.encoder.layer.0.attention.self.query.weight", "lm_head.weight", "a/1")
@@ -148,9 +144,6 @@ def streams():
         add_noise_(values, 1.5, generator, divisor=4.0)
         made |= {f"{kind} noise {i}": value for i, value in enumerate(values)}
     return made
-
-
-# ---- Then and now ----
 
 
 def assert_same(found, expected, tolerance=RELEASE):

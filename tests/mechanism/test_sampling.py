@@ -32,9 +32,6 @@ def _inclusions(num_samples, sample_rate, steps):
     return table
 
 
-# ---- The law of a draw ----
-
-
 @pytest.mark.parametrize("sample_rate", slow_but({"0.3"}, [0.02, 0.3, 0.9]))
 def test_each_example_is_drawn_with_probability_q(sample_rate):
     """Chi-square of 200 counts over 4000 steps, normal approximation.
@@ -117,9 +114,6 @@ def test_wrong_arguments_are_refused_by_name(wrong):
         PoissonBatchSampler(generator=coins(), **(arguments | wrong))
 
 
-# ---- The physical split ----
-
-
 def _as_tensor(examples):
     assert examples, "a collator is never given an empty list"
     rows = [example["x"] if isinstance(example, dict) else example for example in examples]
@@ -168,8 +162,6 @@ def test_pinning_keeps_the_type_and_reaches_every_physical_batch():
     assert pinned[1][0].pinned
     assert type(LogicalBatch([], ()).pin_memory()) is LogicalBatch
 
-
-# ---- With data loaders ----
 
 _SIZE = 30
 

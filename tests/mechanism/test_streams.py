@@ -20,8 +20,6 @@ from dp_grape_hf.mechanism.noise import add_noise_
 from dp_grape_hf.projections import round_at_random
 from dp_grape_hf.projections.seeds import projection_seed_for
 
-# ---- The public streams ----
-
 
 def test_projection_seed_depends_on_every_argument_and_fits_63_bits():
     keys = [
@@ -98,9 +96,6 @@ def test_rounding_keeps_shape_and_input_and_spends_no_other_generator():
 def test_types_without_rounding_at_random_are_refused(dtype):
     with pytest.raises(ValueError, match=f"dtype={dtype}"):
         round_at_random(torch.zeros(3), dtype, torch.Generator())
-
-
-# ---- The secret streams ----
 
 
 def test_secret_generators_differ_whatever_the_global_seed():
@@ -199,8 +194,6 @@ def test_loaders_and_distributions_never_read_a_secret_generators_state():
     torch.randperm(8, generator=generator)
     torch.bernoulli(torch.full((8,), 0.5), generator=generator)
 
-
-# ---- Noise ----
 
 SHAPES = [(3,), (200_000,), (40, 50), (), (0, 7), (500, 1000), (17,), (70_001,)]
 

@@ -21,9 +21,6 @@ COEFFICIENTS = (0.8, 0.48, 0.36)
 BANDED = {"noise": "banded", "coefficients": "[0.8, 0.48, 0.36]"}
 
 
-# ---- Noise ----
-
-
 def test_noise_is_the_inverse_matrix_times_independent_noise():
     """Of two tensors at once; z is what the same generator would have drawn alone."""
     steps, std, divisor = 8, 0.5, 4.0
@@ -69,9 +66,6 @@ def test_earlier_noise_cannot_be_saved():
     for save in (pickle.dumps, copy.deepcopy):
         with pytest.raises(PrivacyError, match="cannot be pickled or copied"):
             save(noise)
-
-
-# ---- Turns ----
 
 
 def _table(bands, steps, *, rate=0.1, size=240):

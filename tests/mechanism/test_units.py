@@ -34,8 +34,6 @@ from tests.support.trainers import (
     points,
 )
 
-# ---- Whose an example is ----
-
 
 def _frozen(rows):
     return datasets.Dataset.from_list(rows)
@@ -95,8 +93,6 @@ def test_a_column_that_does_not_identify_units_is_refused(dataset, reason):
     with pytest.raises(PrivacyError, match=reason):
         read_units(dataset, "user")
 
-
-# ---- Draws ----
 
 UNITS = read_units([{"user": owner} for owner in OWNERS], "user")
 MEMBERS = [UNITS.examples(unit).tolist() for unit in range(len(UNITS))]
@@ -167,9 +163,6 @@ def test_arguments_of_a_sampler_that_do_not_fit_are_refused():
         PoissonBatchSampler(5, 0.5, 1, coins(), units=UNITS)
 
 
-# ---- Physical batches ----
-
-
 def _collate(examples):
     return {"id": torch.tensor(examples)}
 
@@ -196,8 +189,6 @@ def test_the_column_stays_behind():
     assert dataset.__getitems__([[0, 2], [1]]) == [[{"x": 0}, {"x": 2}], [{"x": 1}]]
     assert len(dataset) == 3
 
-
-# ---- Gradients ----
 
 OF_ROWS = (3, 1, 1, 2)  # examples of the units of a batch of 7
 EACH = torch.arange(len(OF_ROWS)).repeat_interleave(torch.tensor(OF_ROWS))
@@ -331,9 +322,6 @@ def test_a_batch_without_the_unit_of_each_row_is_refused(changes, reason):
     engine = UnitEngine(make_engine("layerwise", TinyForSequenceClassification()))
     with pytest.raises(PrivacyError, match=reason):
         engine(batch, {})
-
-
-# ---- Sensitivity ----
 
 
 def _release(clipping, batch, bound=0.3):

@@ -76,9 +76,6 @@ def simulate(family, setting, length=64, gpu=True):
     return simulate_step(model.build, model.batch, setting, gpu=gpu)
 
 
-# ---- Against reality ----
-
-
 @pytest.mark.filterwarnings("ignore:Module is None")  # the tracker's own
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
@@ -131,9 +128,6 @@ def test_a_simulation_does_not_change_torch_or_its_random_state():
     assert torch.equal(torch.get_rng_state(), before)
     assert functions == (functional.dropout, functional.scaled_dot_product_attention)
     assert type(torch.empty(1)) is Tensor
-
-
-# ---- What is counted, and as what ----
 
 
 def test_a_timeline_finds_the_peak_and_its_parts():
@@ -203,9 +197,6 @@ def test_summed_gradients_are_those_of_the_release(monkeypatch):
     small_batch = simulate("opt", Setting(DP_ADAM, 1), length=2)
     assert small_batch.phase in ("clip", "release", "update")
     assert small_batch.kinds[SUMS] > 0.5 * small_batch.kinds[WEIGHTS]
-
-
-# ---- Fakes ----
 
 
 @pytest.mark.parametrize("mask", [None, torch.bool, torch.float32])
@@ -282,9 +273,6 @@ def test_an_unknown_method_is_refused_by_name():
         simulate("roberta", Setting("sgd"))
 
 
-# ---- Which batch fits ----
-
-
 PEAKS = {
     "a line": lambda size: 2_000 + 200 * size,
     "a constant": lambda size: 1_000,
@@ -311,8 +299,6 @@ def test_the_largest_batch_fits_and_the_next_does_not(name):
         assert largest == MOST_SAMPLES or peak(largest + 1) > limit
         assert len(asked) == len(set(asked)) <= 2 * MOST_SAMPLES.bit_length()
 
-
-# ---- What the project promises ----
 
 # The shapes of public models. Nothing is downloaded: a simulation needs no weights.
 ROBERTA_LARGE = roberta(

@@ -104,9 +104,6 @@ def whole_error(found, expected):
     return worst_error(*({"all": values} for values in everything))
 
 
-# ---- Conditions ----
-
-
 @dataclass(frozen=True)
 class Condition:
     """How a model is made and run; ``full`` is how it comes, all parameters unprojected."""
@@ -165,9 +162,6 @@ def cell(row, condition, engine):
     _, expected = own_gradients(row.model(**condition.model), inputs, projectors)
     error = worst_error if condition.autocast is None else whole_error
     return error(dense(gradients, BATCH_SIZE), expected)
-
-
-# ---- The command ----
 
 
 def main(arguments=None):

@@ -31,9 +31,6 @@ MELS, FRAMES, SOUND = 8, 16, 80
 Batch = dict[str, Tensor]
 
 
-# ---- Data ----
-
-
 def texts(batch_size, positions=9, seed=0, padding="right", *, target):
     """Returns random texts, the second and every third after it padded on one side.
 
@@ -201,9 +198,6 @@ def end_texts(batch):
     return {**batch, "input_ids": ids}
 
 
-# ---- Tasks ----
-
-
 @dataclass(frozen=True)
 class Task:
     """A head: how the classes of models that have it end, and what it is trained on."""
@@ -262,9 +256,6 @@ TASKS = {
     "detection": Task("ForObjectDetection", images),
     "CTC of features": Task("ForCTC", partial(waves, target="text", width=MELS)),
 }
-
-
-# ---- Families ----
 
 
 @dataclass(frozen=True)
@@ -419,8 +410,6 @@ def _disturb(model):
         if parameter.is_floating_point() and type(parameter) is nn.Parameter:  # not quantised
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
 
-
-# ---- The table ----
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("families.yaml").read_text(encoding="utf-8"))
 SETTINGS = _TABLE["settings"]

@@ -89,9 +89,6 @@ def spacing(value):
     return 2.0 ** (torch.frexp(value)[1] - 8)
 
 
-# ---- The forward pass ----
-
-
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
@@ -209,9 +206,6 @@ def test_a_copy_of_the_model_keeps_its_updates():
     assert not torch.equal(model(x), before)
 
 
-# ---- The numbers ----
-
-
 def test_a_merge_rounds_to_a_neighbour_and_is_unbiased():
     """A mean over 50 seeds is off by less than 0.43 spacings. By Hoeffding's inequality fresh coins
     fail below 4e-8 for each of 960 numbers; these are seeded."""
@@ -299,9 +293,6 @@ def test_no_float32_copy_of_a_whole_weight_is_made(projected, monkeypatch):
         assert ((weight.float() - goal).abs() < spacing(goal)).all()
 
 
-# ---- Which weights ----
-
-
 class Scaled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -386,9 +377,6 @@ def test_new_coordinates_without_use_are_refused():
         step(model, optimizer, projectors_of(model, 1), 0)
     with pytest.raises(PrivacyError, match=r"projection_rank"):
         updates.set_projectors(projectors_of(model, 0, rank=3))
-
-
-# ---- State ----
 
 
 @pytest.mark.parametrize("merge", [True, False])

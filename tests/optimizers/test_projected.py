@@ -47,9 +47,6 @@ def test_groups_have_settings_of_their_own_as_on_adamw(way):
             group["betas"] = (0.5, 0.9) if i % 2 else (0.9, 0.999)
 
 
-# ---- Its gradients ----
-
-
 def test_a_parameter_without_a_gradient_is_left_alone():
     """Neither decayed nor given state: it is not part of the release."""
     weights, before = parameters(), parameters()
@@ -117,9 +114,6 @@ def test_the_state_of_another_rank_is_refused():
         step(resumed, fresh, 1, other)
 
 
-# ---- Refusals ----
-
-
 def test_a_step_needs_a_release_of_its_own():
     weights, before = parameters(), parameters()
     optimizer = ProjectedAdam(weights.values(), weight_decay=0.1)
@@ -142,8 +136,6 @@ def test_a_closure_is_refused_before_it_runs():
     with pytest.raises(PrivacyError, match="closure"):
         optimizer.step(closure)
 
-
-# ---- Gradients in one vector move weights as the same gradients by name do ----
 
 EXACT = {"rtol": 1e-5, "atol": 1e-6}
 

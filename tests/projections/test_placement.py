@@ -52,8 +52,6 @@ def test_a_placement_says_side_and_shape_of_p():
     }
 
 
-# ---- Patterns of names: the first that matches counts ----
-
 NAMES = [
     f"roberta.encoder.layer.{layer}.{module}.weight"
     for layer in (1, 10)

@@ -59,9 +59,6 @@ def measured(model, names, rank=RANK):
     return principal_directions(model, dict.fromkeys(names, rank), lambda: synthetic_batches(model))
 
 
-# ---- The directions ----
-
-
 @pytest.mark.parametrize("name", slow_but(set(MODELS) - {"wav2vec2"}, MODELS))
 def test_directions_are_the_first_eigenvectors_of_the_second_moment(name, monkeypatch):
     for module in (principal, probes):  # energies of random weights fall slowly
@@ -189,9 +186,6 @@ def test_directions_are_a_function_of_weights_inputs_and_seed():
     torch.manual_seed(7)
     two = measured(model, names)
     assert all(torch.equal(one[n].directions, two[n].directions) for n in names)
-
-
-# ---- Synthetic inputs ----
 
 
 class Words:

@@ -52,9 +52,6 @@ def test_lifting_is_unbiased(family):
     torch.testing.assert_close(drawn.mean(0), torch.zeros(rows, rank), atol=tolerance, rtol=0)
 
 
-# ---- The schedule ----
-
-
 @each_family
 def test_projectors_are_determined_by_seed_refresh_and_name(family):
     first = schedule(family=family).at(0)
@@ -155,9 +152,6 @@ def test_adding_lifted_coordinates_in_place_equals_lifting_them(side):
     left, right = projector.factors(coordinates)
     assert (left.shape, right.shape) == ((8, 3), (3, 8))
     torch.testing.assert_close(left @ right, projector.lift(coordinates))
-
-
-# ---- Which weights ----
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

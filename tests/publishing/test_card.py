@@ -52,9 +52,6 @@ def test_the_statement_stands_between_two_marks_below_the_title():
         assert "* epsilon: 3" in other.partition(END)[2]
 
 
-# ---- Metadata ----
-
-
 DECLARED = {"language": ["en", "de"], "license": "mit", "datasets": ["nyu-mll/glue"]}
 TAGS = ["dp-grape", "differential-privacy"]
 
@@ -129,9 +126,6 @@ def test_a_card_shows_loading_code_and_hyperparameters():
     assert "How to use" not in render(ledger())
 
 
-# ---- A card that is there ----
-
-
 def test_only_the_statement_of_a_card_is_replaced():
     before, after = ledger(100), ledger(137)
     card = render(before, CardDetails(license="mit", tags=("mine",)))
@@ -173,9 +167,6 @@ def test_the_command_keeps_what_the_author_wrote(folder, capsys):
     assert main(["card", str(folder), "--write"]) == 2
     assert "Move the file away" in capsys.readouterr().err
     assert path.read_text(encoding="utf-8") == "# Mine\n"
-
-
-# ---- Numbers ----
 
 
 def test_every_number_is_that_of_the_ledger():
@@ -252,9 +243,6 @@ def test_gradient_factors_are_given_where_there_are_any(tmp_path, capsys):
         assert (row and row[1]) == said
 
 
-# ---- The claim ----
-
-
 def test_a_private_run_says_epsilon_delta_and_unit():
     card = render(ledger(privacy_unit="author"))
     assert claims_privacy(card)
@@ -290,9 +278,6 @@ def test_all_reasons_against_a_guarantee_are_given():
     assert "test generators were passed; un-noised statistics were logged" in card
 
 
-# ---- What is not in it ----
-
-
 @pytest.mark.parametrize("changes", [{}, NO_NOISE], ids=["private", "not private"])
 def test_a_card_holds_no_loss_metric_time_or_place(changes):
     one = ledger(**changes)
@@ -321,9 +306,6 @@ def test_a_card_states_usage_and_limits_of_epsilon(changes):
     assert "\ndp-grape verify .\n" in card
     named = render(ledger(**changes), CardDetails(repo_id="user/model"))
     assert "\ndp-grape verify user/model\n" in named
-
-
-# ---- What the publisher declares ----
 
 
 @pytest.mark.parametrize("public", [True, False])
@@ -369,9 +351,6 @@ def test_no_text_writes_the_card():
         assert {len(re.findall(r"(?<!\\)\|", line)) for line in table} == {3}
 
 
-# ---- What is no base for a card ----
-
-
 def test_a_ledger_without_weights_or_delta_has_no_card():
     one = Ledger.start(MECHANISM)
     one.record(3)
@@ -388,9 +367,6 @@ def test_an_infinite_epsilon_is_no_claim(monkeypatch):
     assert not claims_privacy(card)
     assert "no finite ε" in card
     assert rows(card)["ε spent (upper bound)"] == "∞"
-
-
-# ---- dp-grape card ----
 
 
 @pytest.fixture
@@ -445,8 +421,6 @@ def test_the_command_refuses_a_metric_that_says_too_little(options, message, fol
     assert main(["card", str(folder), *options]) == 2
     assert message in capsys.readouterr().err
 
-
-# ---- The cards that are committed ----
 
 ROOT = Path(__file__).parents[2]
 

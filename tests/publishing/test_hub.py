@@ -85,9 +85,6 @@ def nested(folder, names=MODEL):
     return {f"{folder}/{name}" for name in names}
 
 
-# ---- What is sent ----
-
-
 class Indiscreet(DPGrapeTrainer):
     """Leaves in every folder what must not be published, under names old and new."""
 
@@ -310,9 +307,6 @@ def test_an_untrained_model_is_not_published(hub, tmp_path):
     assert hub.requests == []
 
 
-# ---- When it fails ----
-
-
 HTTPError = HfHubHTTPError.__mro__[1]  # of the HTTP library, which changed between versions
 
 
@@ -505,9 +499,6 @@ def test_what_a_base_is_called_is_decided_before_training(hub, monkeypatch, tmp_
     assert is_hub_name("patients/base")
     trainer.push_to_hub()
     assert b"patients" not in b"".join(hub.files(REPO).values())
-
-
-# ---- The list ----
 
 
 @pytest.fixture(scope="module")

@@ -92,9 +92,6 @@ def _saved(folder, mechanism=MECHANISM, steps=10, **start):
     return ledger
 
 
-# ---- Nothing was changed ----
-
-
 @pytest.mark.parametrize("place", ["", "checkpoint-3"])
 def test_a_run_agrees_with_itself(place, run):
     checks = verify(run / place)
@@ -163,9 +160,6 @@ def test_runs_on_the_same_data_are_verified_together(tmp_path):
         lambda content: content["entries"][1].update(count=100),  # of the first run
     )
     assert "card: statement" in _wrong(verify(tmp_path / "second"))
-
-
-# ---- Something was changed ----
 
 
 def _swap_weights(folder):
@@ -370,9 +364,6 @@ def test_only_a_head_noted_before_shows_a_chain_made_anew(run):
         assert main(["verify", str(run), "--head", head]) == 2
 
 
-# ---- What does not apply is said ----
-
-
 def test_an_accountant_that_does_not_apply_is_not_skipped_silently(run, monkeypatch):
     monkeypatch.setitem(ACCOUNTANTS, "prv", PRV)
     monkeypatch.setitem(ACCOUNTANTS, "pld", PLD)
@@ -416,9 +407,6 @@ def test_a_ledger_without_delta_needs_one(tmp_path):
     assert main(["verify", str(tmp_path), "--delta", "2"]) == 2
 
 
-# ---- Weight files ----
-
-
 def test_the_digest_of_a_folder_omits_ledger_and_card(tmp_path):
     ours = ["config.json", "model.safetensors", "style/adapter_config.json", "tokenizer.json"]
     for name in (*ours, LEDGER_NAME, CARD_NAME, "other/a.bin", f"other/{LEDGER_NAME}"):
@@ -434,8 +422,6 @@ def test_weights_are_known_by_name(tmp_path):
     others = ["optimizer.pt", "rng_state_0.pth", "training_args.bin", "config.json", "a.txt"]
     assert [name for name in (*weights, *others) if is_weights(name)] == weights
 
-
-# ---- Planted weights ----
 
 NAME = "bert-classifier"
 
@@ -700,9 +686,6 @@ def test_a_ledger_with_digests_of_weights_only_is_verified(whole):
     assert _wrong(verify(whole)) == expected
     _poison(whole, WEIGHTS)
     assert f"weights: {WEIGHTS}" in _wrong(verify(whole))
-
-
-# ---- The command line ----
 
 
 def test_verify_prints_a_table_and_fails_if_a_line_does(run, capsys):

@@ -30,9 +30,6 @@ OPTIONS = [
 PLAIN, OURS = METHODS["adamw"].title, METHODS["dp_grape"].title
 
 
-# ---- All methods ----
-
-
 @pytest.mark.slow
 def test_every_method_runs_and_is_compared_with_plain_adamw(tmp_path):
     record = benchmark.main([*OPTIONS, f"--json={tmp_path}/x.json"])
@@ -89,9 +86,6 @@ def test_a_failure_of_opacus_is_reported_and_ends_nothing():
     assert "rounds" in results[PLAIN]
 
 
-# ---- Opacus is compared with the definition ----
-
-
 @pytest.mark.parametrize("model", [ROBERTA, VIT])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.filterwarnings("ignore")  # Opacus' own
@@ -114,9 +108,6 @@ def test_opacus_computes_the_clipped_sum_of_the_definition(model, mode):
     torch.testing.assert_close(
         setting.batch_size * torch.cat(found), expected, rtol=1e-4, atol=1e-6
     )
-
-
-# ---- Rounds and ratios ----
 
 
 class Counter:

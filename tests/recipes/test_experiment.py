@@ -189,8 +189,6 @@ def test_a_result_that_appears_meanwhile_is_not_overwritten(preset):
     assert path.read_text() == "first"
 
 
-# ---- The files of settings ----
-
 FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
 PRESETS = sorted(path for name in FAMILIES for path in CONFIGS.glob(f"{name}_*.yaml"))
 PARTS = {"arguments", "methods", "tasks", "models"}

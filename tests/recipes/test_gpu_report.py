@@ -35,9 +35,6 @@ def report(folder, *options):
     return status, json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-# ---- Models ----
-
-
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -84,9 +81,6 @@ def test_opt_computes_logits_and_loss_at_an_answer_only():
     torch.testing.assert_close(found.loss, expected)
     losses, _ = per_sample_gradients(model, batch)
     torch.testing.assert_close(losses.mean(), expected)
-
-
-# ---- Rows ----
 
 
 def test_one_probe_of_each_model_comes_first():
@@ -149,9 +143,6 @@ def test_measuring_in_another_process_leaves_this_one_unchanged():
     gpu_report.set_precision(tf32=False)
     assert gpu_report.in_another_process(row, CPU, 1)["seconds"] > 0
     assert not torch.backends.cuda.matmul.allow_tf32
-
-
-# ---- Going on, and what goes wrong ----
 
 
 def test_a_report_that_runs_out_of_time_goes_on_later(tmp_path, monkeypatch):

@@ -38,9 +38,6 @@ from tests.support.questions import ROWS, examples, save_model_and_questions, va
 SIZES = {"train": 5, "dev": 3, "test": 4}
 
 
-# ---- Models and data, made on the spot ----
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with a tiny OPT and a tokenizer of bytes, and one with data for each task."""
@@ -59,9 +56,6 @@ def encoder_of(folder, **changes):
 
 def scorer(name, **changes):
     return score_answers(only(name).model(**changes)).eval()
-
-
-# ---- Prompts and splits ----
 
 
 @pytest.mark.parametrize(
@@ -116,9 +110,6 @@ def test_only_the_test_split_may_be_smaller_than_requested(folder):
     assert [len(found[name]) for name in ("train", "dev", "test")] == [5, 3, 12]
     with pytest.raises(ValueError, match=r"12 training rows.*num_train=10 and num_dev=3"):
         load_splits(TASKS["DROP"], data, 0, {**SIZES, "train": 10})
-
-
-# ---- Tokens ----
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -197,9 +188,6 @@ def test_answers_of_all_usual_lengths_have_one_shape():
     assert {len(example["answers"][0]) for example in some} == set(range(1, ANSWER_GRID + 1))
     assert {row["answers"].shape for row in rows} == {(1, 1, ANSWER_GRID)}
     assert {row["input_ids"].shape[2] for row in rows} == {24, 32}  # never fewer than answers
-
-
-# ---- Losses and gradients ----
 
 
 def whole_rows(example):
@@ -306,9 +294,6 @@ def test_models_without_position_ids_or_logit_selection_are_scored_equally():
     torch.testing.assert_close(score_answers(plain)(**batch), model(**batch))
 
 
-# ---- Scores ----
-
-
 class Numbers:
     """A tokenizer whose text is the numbers of the tokens; one of them is the line break."""
 
@@ -386,9 +371,6 @@ def test_an_answer_that_is_right_scores_100(folder, monkeypatch):
     assert mean_f1(None, questions, encoder, PAD, 2, 4) == 100.0
     told[tuple(encoder.prompt(questions[2]))] = "something else"
     assert mean_f1(None, questions, encoder, PAD, 2, 4) == 75.0
-
-
-# ---- Runs ----
 
 
 def words(folder, tmp_path, task, **options):

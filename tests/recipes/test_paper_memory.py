@@ -39,9 +39,6 @@ def model():
     return ModelOfConfig(CONFIG, None, LENGTH)
 
 
-# ---- Formulas ----
-
-
 def test_the_formulas_are_those_of_the_papers_table():
     # Of weights of 6 x 10 and 12 x 4, projected along 6 and 4 to rank 2, and a bias of 6.
     full, coordinates = 60 + 6 + 48, 2 * 10 + 6 + 2 * 12
@@ -63,9 +60,6 @@ def test_a_model_is_projected_as_the_trainer_projects_it(model):
     square, wide = 5 * 32 * 32, 2 * 32 * 64
     kept = numbers - square - wide + 8 * (5 * 32 + 2 * 64)
     assert [*memory.sizes_of(model, SETTING).values()] == [SIZE, numbers, kept, 8 * 7 * 32, 8 * 32]
-
-
-# ---- Every method ----
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +130,6 @@ def test_an_unsupported_combination_is_refused_in_its_row(model):
     assert f"\nDPZero: {refused.refused}\n" in text
 
 
-# ---- Against a real run ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_real_trainer_keeps_what_is_simulated(method, tmp_path):
@@ -165,9 +156,6 @@ def test_a_real_trainer_keeps_what_is_simulated(method, tmp_path):
 def in_blocks(kept):
     size = kept.nbytes if isinstance(kept, Tensor) else kept.nbytes()
     return -(-size // BLOCK) * BLOCK
-
-
-# ---- What is shown ----
 
 
 @pytest.mark.slow

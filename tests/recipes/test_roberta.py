@@ -83,9 +83,6 @@ def tokens(tokenizer, task, *texts, max_length=None):
     return " ".join(tokenizer.convert_ids_to_tokens(ids))
 
 
-# ---- Prompts ----
-
-
 ENTAILED = ("A man sleeps.", "The Dog runs.")
 ASKED = "<s> A Ġman Ġsleeps ? <mask> , Ġthe ĠDog Ġruns . </s>"  # one letter is in lower case
 
@@ -141,9 +138,6 @@ def test_every_word_of_every_task_is_known(tokenizer):
     for task in TASKS.values():
         assert len(set(label_words(task, tokenizer))) == len(task.words)
         assert set(task.words) == set(task.names)
-
-
-# ---- Splits ----
 
 
 def test_the_few_shot_split_of_trec_has_the_papers_sizes():
@@ -218,9 +212,6 @@ def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path):
     script.dataset_path = str(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match=r"none' is no folder"):
         roberta.rows_of(TASKS["TREC"], script, "train")
-
-
-# ---- The head ----
 
 
 def batch_of(tokenizer):
@@ -298,9 +289,6 @@ def test_a_model_without_one_vocabulary_head_is_refused():
     config = DistilBertConfig(vocab_size=9, dim=8, hidden_dim=8, n_layers=1, n_heads=1)
     with pytest.raises(ValueError, match="DistilBertForMaskedLM computes its vocabulary's logits"):
         read_at_mask(DistilBertForMaskedLM(config), [1, 2])
-
-
-# ---- Runs ----
 
 
 @pytest.fixture

@@ -58,9 +58,6 @@ def site(tmp_path_factory):
     return folder, pages
 
 
-# ---- The site ----
-
-
 @pytest.mark.slow
 def test_the_site_loads_nothing_from_elsewhere(site):
     folder, pages = site
@@ -131,9 +128,6 @@ def test_the_reference_names_what_the_package_exports():
     page = (ROOT / "recipes/site/pages/reference/index.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\[(\w+)\]\(", page))
     assert {*dp_grape_hf.__all__} - named <= {"DPGrapeSeq2SeqTrainingArguments"}
-
-
-# ---- Links ----
 
 
 def test_a_link_is_replaced_where_it_is_one():

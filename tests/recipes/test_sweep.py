@@ -228,8 +228,6 @@ def test_a_wrong_file_is_refused(tmp_path, change, message):
         run(tmp_path, CONFIG | change)
 
 
-# ---- The files ----
-
 FAMILIES = {family.name: family for family in (roberta.FAMILY, opt.FAMILY, vit.FAMILY)}
 FILES = sorted(CONFIGS.parents[1].glob("*/configs/sweeps/*.yaml"))
 PUBLISHED = {
@@ -304,9 +302,6 @@ def test_every_run_of_a_file_has_settings_that_exist(path, tmp_path, monkeypatch
         assert args.method == config["rows"][cell.row]["arguments"]["method"]
         for option in config["rows"][cell.row].get("grid") or {}:
             assert getattr(args, option) == chosen[option]
-
-
-# ---- Real runs ----
 
 
 def test_a_sweep_that_was_interrupted_goes_on_where_it_stopped(tmp_path, monkeypatch):

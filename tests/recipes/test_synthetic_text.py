@@ -63,9 +63,6 @@ def parse(folder, **options):
     return pipeline.parse([*words, "--labels", *LABELS])
 
 
-# ---- The command line ----
-
-
 def test_the_command_line_wins_over_the_config(folder):
     config = Path(pipeline.__file__).with_name("trec.yaml")
     script, args = parse(folder, config=config)
@@ -86,9 +83,6 @@ def test_labels_must_be_declared(folder):
     script.labels = LABELS[:1]
     with pytest.raises(ValueError, match="other labels than 0 to 0"):
         pipeline.real_texts(script, "train")
-
-
-# ---- Sampling ----
 
 
 @pytest.mark.parametrize("rank", [None, 6])
@@ -124,9 +118,6 @@ def test_vllm_samples_as_many_texts_of_each_label(rank, folder, monkeypatch):
     assert (Path(seen["model"]), seen.get("max_lora_rank"), seen["lora"]) == model
 
 
-# ---- Filters ----
-
-
 def test_each_filter_drops_what_it_is_for(folder):
     script, _ = parse(folder, min_words=2, agreement=True)
     good = [
@@ -144,9 +135,6 @@ def test_each_filter_drops_what_it_is_for(folder):
     kept, counts = pipeline.filtered([*good, wrong, cut, short, twice], script)
     assert wrong["text"] in kept.texts
     assert "labels agree" not in counts
-
-
-# ---- Measures ----
 
 
 def test_the_distance_is_frechets():
@@ -171,9 +159,6 @@ def test_a_classifier_of_one_label_is_refused():
     texts = evaluation.Texts(["a", "b"], ["x", "x"], np.eye(2))
     with pytest.raises(ValueError, match="less than two labels"):
         evaluation.accuracy(texts, texts)
-
-
-# ---- The card ----
 
 
 def results_of(**changes):
@@ -225,9 +210,6 @@ def test_the_table_has_what_real_texts_give_once():
         "| synthetic texts, ε = ∞ | ∞ | 20 | 50.0 | 0.250 |",
         "| synthetic texts of the public model as it is | 0 | 20 | 50.0 | 0.250 |",
     ]
-
-
-# ---- All of it ----
 
 
 @pytest.mark.slow

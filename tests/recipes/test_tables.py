@@ -25,9 +25,6 @@ def section(text, title):
     return text.split(title, 1)[1].split("\n#", 1)[0]
 
 
-# ---- Scores ----
-
-
 def sweep_of(results, name, score):
     """A printed sweep with a result of each final run that has a score."""
     config = sweep.read(CONFIGS / f"{name}.yaml")
@@ -100,8 +97,6 @@ def test_results_of_another_sweep_are_refused(tmp_path):
     with pytest.raises(ValueError, match="results of another sweep"):
         our_cells(tmp_path)
 
-
-# ---- What was measured on a GPU ----
 
 ROBERTA, VIT = "RoBERTa-large, T=128", "ViT-Base, 224 pixels"
 
@@ -177,9 +172,6 @@ def test_the_papers_models_are_those_of_the_report():
     for model in [*PAPER["timings"], *PAPER["memory_measured"]]:
         assert MODELS[model["measured"]].rank == model["rank"]
         assert model["measured"] in names or "6.7B" in model["measured"]  # which is too large
-
-
-# ---- The paper's numbers ----
 
 
 def test_every_row_has_a_value_for_every_column():

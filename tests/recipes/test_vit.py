@@ -38,9 +38,6 @@ def assert_loaded(loaded, arrays):
         assert loaded[split].labels.tolist() == labels.tolist()
 
 
-# ---- Loading ----
-
-
 @pytest.mark.parametrize("ending", [".gz", ""])
 def test_idx_files_are_read(ending, tmp_path):
     arrays = both_splits((5, 7))
@@ -119,9 +116,6 @@ def test_damaged_files_are_refused(message, tmp_path):
         load_images(GREY, str(tmp_path))
 
 
-# ---- Batches ----
-
-
 def one_image(rows):
     """A grey example with the label 3."""
     return [{"pixel_values": torch.tensor([rows], dtype=torch.uint8), "labels": torch.tensor(3)}]
@@ -157,9 +151,6 @@ def test_colours_do_not_fit_one_channel():
     images = Images(torch.zeros(1, 3, 2, 2, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64))
     with pytest.raises(ValueError, match="Images of 3 channels do not fit num_channels=1"):
         Batches(size=2, channels=1, mean=0.5, std=0.5)([images[0]])
-
-
-# ---- Runs ----
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +271,6 @@ def test_class_token_and_position_table_may_be_frozen(tmp_path, data):
         script, _ = parse(vit.FAMILY, words(tmp_path, data, freeze_embeddings=frozen))
         model = vit.build_model(script, classes=10)
         assert {name for name, p in model.named_parameters() if not p.requires_grad} == expected
-
-
-# ---- Presets ----
 
 
 @pytest.mark.parametrize("preset", PRESETS)

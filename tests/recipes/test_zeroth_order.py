@@ -102,9 +102,6 @@ def assert_untouched(model, before):
         assert parameter.grad is None, name
 
 
-# ---- The scalars ----
-
-
 @pytest.mark.parametrize("case", TYPICAL, ids=str)
 def test_every_scalar_is_the_finite_difference_of_its_own_loss(case):
     """The oracle moves a copy of the model and runs each sample alone, in float64."""
@@ -196,9 +193,6 @@ def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch):
         torch.testing.assert_close(moved, weight.detach() + 0.5 * z, msg=name)
 
 
-# ---- Every use of a weight ----
-
-
 class UsesElsewhere(nn.Module):
     """Reads weights outside of the modules that own them, transposed, joined and as data."""
 
@@ -279,9 +273,6 @@ def test_a_parameter_that_no_operation_reads_is_refused():
         engine(small_batch(3), {})
 
 
-# ---- Memory ----
-
-
 def taken(step, given):
     """Returns the most bytes that a step has at one time, beside what is given."""
     timeline = Timeline()
@@ -306,9 +297,6 @@ def test_no_more_than_the_weights_of_one_operation_are_copied(monkeypatch):
     assert weight < taken(lambda: engine({"input": x}, {}), given) < 1.4 * weight
     optimizer.receive(scalars, 0)
     assert 0 < taken(optimizer.step, given) < 0.5 * weight
-
-
-# ---- Coupled samples ----
 
 
 class OfTheBatch(nn.Module):
@@ -395,9 +383,6 @@ def test_models_that_couple_nothing_pass_in_low_precision(case):
     engine.use(0)
     with torch.autocast("cpu", torch.bfloat16):
         engine(case.batch(4), {})
-
-
-# ---- Updates ----
 
 
 def test_five_steps_equal_the_formula_with_the_noise_given():

@@ -84,9 +84,6 @@ def sft(output_dir, **changes):
     return make_trainer(output_dir, **settings | QUIET | changes)
 
 
-# ---- Pairs ----
-
-
 def pairs(num_pairs=12, seed=0, **columns):
     """Returns prompts with two answers of different lengths."""
     chosen, rejected = (prompts(num_pairs + s, seed=seed + s).to_list() for s in (0, 1))

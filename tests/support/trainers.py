@@ -25,8 +25,6 @@ TRAINER_KEYWORDS = (
     "model_init optimizers peft_config processing_class public_dataset public_example"
 ).split()
 
-# ---- Model and data ----
-
 
 class TinyForSequenceClassification(nn.Module):
     """Two layers on plain features; ``id`` only travels with the example, for tests to see."""
@@ -95,9 +93,6 @@ def examples_of(name, num_samples=12, **settings):
     """Returns examples for the model of that name in ``tests.support.models``."""
     batch = only(name).batch(num_samples, **settings)
     return Examples([{key: v[i] for key, v in batch.items()} for i in range(num_samples)])
-
-
-# ---- Trainers ----
 
 
 OF_HOST = {
@@ -183,9 +178,6 @@ EXACT = {
 def no_loss(outputs, labels, num_items_in_batch=None):
     """A loss (B,) whose gradient is next to nothing: whatever moves is noise."""
     return outputs["logits"].sum(1) * 1e-12
-
-
-# ---- Looking on ----
 
 
 class RecordingTrainer(DPGrapeTrainer):

@@ -45,9 +45,6 @@ def _trainer(folder, **changes):
     return make_trainer(folder, train_dataset=data, **{**BANDED, **changes})
 
 
-# ---- What a run counts ----
-
-
 def test_a_banded_runs_ledger_and_card_state_its_turns(tmp_path):
     watch = Watch()
     trainer = _trainer(tmp_path, cls=RecordingTrainer, callbacks=[watch])
@@ -152,9 +149,6 @@ def test_rates_are_chosen_for_what_is_left(tmp_path):
     error /= alone * noise_left((1.0,), weights)
     assert rates["banded"] > rates["independent"]
     assert rates["independent"] / rates["banded"] == pytest.approx(error, rel=0.2)
-
-
-# ---- Resumed ----
 
 
 class WideForSequenceClassification(TinyForSequenceClassification):

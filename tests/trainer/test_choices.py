@@ -30,9 +30,6 @@ def choices_of(trainer):
     return trained, rates, rule, trainer.private_run.ranks, schedule, own.mechanism, own.steps
 
 
-# ---- Whatever the model looks like ----
-
-
 Begin = Callable[[str], Any]
 
 
@@ -118,9 +115,6 @@ def test_other_trained_parameters_than_those_chosen_are_refused(begin, tmp_path)
     model.bert.embeddings.requires_grad_(False)
     with pytest.raises(PrivacyError, match="train the parameters"):
         saving_trainer_of(tmp_path, model).train(resume_from_checkpoint=True)
-
-
-# ---- The file ----
 
 
 def test_choices_are_in_checkpoints_and_are_never_published(begin, tmp_path):

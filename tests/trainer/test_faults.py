@@ -55,9 +55,6 @@ def run(stopped, tmp_path):
     return tmp_path / "run"
 
 
-# ---- A checkpoint that is not whole ----
-
-
 def _empty(path):
     path.write_bytes(b"")
 
@@ -150,8 +147,6 @@ def test_every_file_that_was_saved_is_compared(run):
     (folder / "mine" / "adapter_model.safetensors").unlink()
     assert "adapter_model.safetensors is damaged" in fault_of_checkpoint(folder)
 
-
-# ---- No space left ----
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 

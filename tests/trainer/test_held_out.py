@@ -35,8 +35,6 @@ def pictures(seed=0):
     return datasets.Dataset.from_dict({"image": [*map(Picture.fromarray, values)]}, features)
 
 
-# ---- Refused ----
-
 PARTS = {
     "whole": lambda data: data,
     "subset": lambda data: Subset(data, [7, 3]),
@@ -111,9 +109,6 @@ def test_each_pair_of_data_sets_is_compared_once(tmp_path):
     assert (data.reads, held.reads) == (before[0], before[1] + len(held)), "one evaluation"
     trainer.predict(points(6, seed=2))
     assert data.reads <= before[0] + 1, "digests of training rows are kept"
-
-
-# ---- Shared rows ----
 
 
 def test_the_same_index_of_one_object_is_a_shared_example():

@@ -36,9 +36,6 @@ def stacked(examples):
     return {name: torch.stack([e[name] for e in examples]) for name in ("x", "labels")}
 
 
-# ---- Collators and data sets ----
-
-
 class Noising:
     def __init__(self):
         self.generator = np.random.default_rng(0)
@@ -243,9 +240,6 @@ def test_lengths_follow_from_the_declared_number_alone(declared, sizes, batches,
         )
         grids.add(trainer.get_train_dataloader().collate_fn.collate_rows.grid)
     assert [grid.parts for grid in grids] == [parts]
-
-
-# ---- What a model was trained with ----
 
 
 def _loaded(folder):

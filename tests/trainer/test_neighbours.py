@@ -35,9 +35,6 @@ C, WORDS, WIDTH = 0.05, 60, 16
 Example = dict[str, Any]
 
 
-# ---- Models ----
-
-
 def bert(kind=BertForSequenceClassification, dropout=0.0):
     drops = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 64, "initializer_range": 0.3}
@@ -161,9 +158,6 @@ def no_mask(example):
 
 def of_tokens(example):
     return example | {"labels": [(w + example["labels"]) % 3 for w in example["input_ids"]]}
-
-
-# ---- The cases ----
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,6 @@ def misfit(host, ours):
     return next((f"{a!r} stands where {b!r} does" for a, b in pairs if a != b), None)
 
 
-# ---- The version that is installed ----
-
-
 @pytest.mark.parametrize("name", ["training_step", "_load_best_model", "_push_from_checkpoint"])
 def test_a_host_that_lost_a_seam_is_refused(name, monkeypatch, tmp_path):
     """Whichever of the mixins replaces it."""
@@ -140,9 +137,6 @@ def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path):
 
     with pytest.raises(PrivacyError, match=r"Own\.create_optimizer\(\)"):
         make_trainer(tmp_path, cls=Own).train()
-
-
-# ---- Every version ----
 
 
 @pytest.mark.skipif(FOLDER is None, reason="`make overrides` fetches the other versions")

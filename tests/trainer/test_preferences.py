@@ -46,9 +46,6 @@ def one_by_one(trainer, batch):
     return torch.stack(losses), {name: torch.stack(values) for name, values in found.items()}
 
 
-# ---- Gradients ----
-
-
 @pytest.mark.parametrize(
     ("kind", "engine", "rank"),
     [("dpo", "layerwise", 2), ("dpo", "functorch", None), ("reward", "layerwise", None)],
@@ -124,9 +121,6 @@ def test_every_loss_is_that_of_trl_for_each_pair(name, tmp_path):
         found = trainer.private_run.per_sample.losses(batch)
     torch.testing.assert_close(found, one_by_one(trainer, batch)[0], rtol=1e-4, atol=1e-5)
     assert len(found.unique()) == 4
-
-
-# ---- Runs ----
 
 
 @pytest.mark.slow

@@ -60,9 +60,6 @@ def test_p_depends_only_on_initial_weights_and_synthetic_inputs(tmp_path):
         assert torch.linalg.svdvals(p.T @ matrices(other)[name])[0] > 0.9
 
 
-# ---- Made anew, and resumed ----
-
-
 @pytest.mark.slow
 def test_directions_of_current_weights_are_measured_every_f_steps(tmp_path):
     trainer_of(tmp_path, projection_update_steps=2, learning_rate=0.3, max_steps=5).train()
@@ -98,9 +95,6 @@ def test_another_p_than_the_ledger_has_is_refused(tmp_path):
     torch.save(state, path)
     with pytest.raises(PrivacyError, match="The projection has the digest"):
         trainer_of(tmp_path, **settings).train(resume_from_checkpoint=True)
-
-
-# ---- On public data ----
 
 
 @pytest.mark.slow

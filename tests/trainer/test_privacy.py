@@ -26,8 +26,6 @@ from tests.support.trainers import (
     weights_of,
 )
 
-# ---- One update is one Poisson draw ----
-
 NUM_SAMPLES, BATCH, DELTA = 26, 8, 1e-3  # 3.25 draws make an epoch: N is not divisible
 STEPS_PER_EPOCH = 4
 
@@ -104,9 +102,6 @@ def test_every_noisy_update_is_exactly_one_poisson_draw(
         delta=DELTA,
     )
     assert promised <= 3.0
-
-
-# ---- Secrets ----
 
 
 def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path):
@@ -191,8 +186,6 @@ def test_no_checkpoint_file_contains_a_secret_generators_state(tmp_path):
                 assert not any(value.equal(state) for state in thief.states)
 
 
-# ---- What is published ----
-
 PUBLIC_KEYS = {
     *("epoch", "epsilon", "grad_norm", "signal", "noise", "learning_rate", "step"),
     *("train_runtime", "train_samples_per_second", "train_steps_per_second"),
@@ -269,9 +262,6 @@ def test_a_run_without_noise_logs_all_and_claims_nothing(tmp_path):
     assert trainer.privacy_spent().epsilon == math.inf
     assert not trainer.privacy_spent().private
     assert "no privacy guarantee" in (tmp_path / "README.md").read_text()
-
-
-# ---- What would break the count ----
 
 
 @pytest.mark.slow

@@ -91,9 +91,6 @@ def test_p_and_rates_do_not_depend_on_a_heads_weights(tmp_path, folder, measured
     assert all(torch.equal(p, matrices(anew)[name]) for name, p in matrices(one).items())
 
 
-# ---- Another run ----
-
-
 def _changes_weights(model, changes):
     with torch.no_grad():
         model.bert.embeddings.word_embeddings.weight[7, 0] += 1e-3
@@ -164,9 +161,6 @@ def test_another_version_of_the_package_measures_anew(
     assert measured == BOTH
 
 
-# ---- What is never kept ----
-
-
 def test_what_was_measured_on_a_public_dataset_is_not_kept(tmp_path, folder, measured):
     public = [
         {"attention_mask": torch.ones(8), "input_ids": torch.arange(n, n + 8)} for n in (5, 9)
@@ -206,9 +200,6 @@ def test_a_resumed_run_neither_measures_nor_looks_up(tmp_path, folder, measured)
     resumed.train(resume_from_checkpoint=True)
     assert measured == BOTH
     assert not files(folder)
-
-
-# ---- Files ----
 
 
 @pytest.fixture

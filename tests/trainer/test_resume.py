@@ -45,9 +45,6 @@ def folder(finished, tmp_path):
     return tmp_path / "run"
 
 
-# ---- Resumed as if never stopped ----
-
-
 @pytest.mark.slow
 def test_stopping_in_the_middle_of_an_epoch_keeps_its_length(tmp_path):
     """The draws that the host skips to get there are never used."""
@@ -102,9 +99,6 @@ def test_a_spent_budget_leaves_nothing_to_release(releases, tmp_path):
     assert releases == []
 
 
-# ---- Another length, or other noise ----
-
-
 @pytest.mark.slow
 def test_a_budgeted_run_cannot_be_prolonged(tmp_path):
     """More steps need more noise, and the first steps had less."""
@@ -147,9 +141,6 @@ def test_what_may_change_on_resume_may_change(folder):
     resumed = make_trainer(folder, **SAVING | changes | {"per_device_train_batch_size": 1})
     resumed.train(resume_from_checkpoint=True)
     assert resumed.ledger.steps == 8
-
-
-# ---- Killed ----
 
 
 # Checkpoints are made after steps 2, 4, 6; these moments lie at or before the second of them.

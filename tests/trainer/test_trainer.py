@@ -143,9 +143,6 @@ def test_columns_that_the_model_does_not_take_are_dropped(tmp_path):
     assert "eval_loss" in trainer.evaluate()
 
 
-# ---- Callbacks, logs, trackers ----
-
-
 def test_callbacks_see_every_step_once_and_no_gradient(tmp_path):
     """Parameters have none that a callback could read or log."""
 
@@ -199,9 +196,6 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path):
     spent = trainer.privacy_spent()
     assert trainer.state.global_step == trainer.ledger.steps == spent.steps == 2
     assert repr(spent) == f"PrivacySpent(epsilon={spent.epsilon}, delta={spent.delta}, steps=2)"
-
-
-# ---- Saving and loading ----
 
 
 def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path):
@@ -297,9 +291,6 @@ def test_targets_name_each_weight_once(tied):
     layers = [f"model.layers.{i}.self_attn.q_proj.weight" for i in (0, 1)]
     tables = ["model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])]
     assert sorted(names) == sorted([*layers, *tables])
-
-
-# ---- Refused ----
 
 
 ADAM = torch.optim.Adam(TinyForSequenceClassification().parameters())

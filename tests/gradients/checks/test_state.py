@@ -20,8 +20,6 @@ from dp_grape_hf.gradients.checks import state
 from tests.support.collators import tokenizer
 from tests.support.models import only
 
-# ---- Collators and data sets ----
-
 
 class Keeping:
     """Does something with what it keeps, or with itself, whenever it is called."""
@@ -200,9 +198,6 @@ def test_an_error_says_nothing_of_what_was_remembered():
         thing(3)
     assert "private text" not in str(refusal.value)
     assert "kept of the data collator (Keeping)" in str(refusal.value)
-
-
-# ---- Models ----
 
 
 class Layer(nn.Module):

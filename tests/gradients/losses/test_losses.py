@@ -59,9 +59,6 @@ def samples_of(inputs):
     return [{k: v[i : i + 1] for k, v in inputs.items()} for i in range(size)]
 
 
-# ---- Each head ----
-
-
 @pytest.mark.parametrize("entry", {entry.task: entry for entry in reversed(ROWS)}.values(), ids=str)
 def test_losses_are_float32_for_a_half_precision_model(entry):
     model = entry.model().to(torch.bfloat16)
@@ -252,9 +249,6 @@ def test_a_prompt_whose_loss_is_weighed_is_refused():
         loss_for(model)
 
 
-# ---- Refusals ----
-
-
 @pytest.mark.parametrize("suffix", UNKNOWN_LOSSES)
 def test_a_head_name_without_known_loss_is_refused_with_reason(suffix):
     with pytest.raises(UnsupportedModelError, match=re.escape(UNKNOWN_LOSSES[suffix])):
@@ -291,9 +285,6 @@ def test_missing_labels_are_refused_by_their_names():
     del inputs["end_positions"]
     with pytest.raises(PrivacyError, match="no 'start_positions' and 'end_positions'"):
         per_sample(entry.model(), inputs)
-
-
-# ---- Only where there are labels ----
 
 
 USES = {

@@ -43,8 +43,6 @@ from tests.support.trainers import (
 )
 from tests.trainer.distributed.traffic import per_call
 
-# ---- Runs that are made in one process and in several, and compared ----
-
 RUN = {
     "train_dataset": points(48),
     "expected_batch_size": 6,
@@ -121,9 +119,6 @@ def trained(folder, *, resume=None, stream=None, seed_of_draws=0, **settings):
     }
 
 
-# ---- The same release as one process: draws, turns and units, and noise once ----
-
-
 EQUAL = {
     "equal": lambda: RUN | {"eval_dataset": points(7, seed=1), "eval_strategy": "epoch"},
     "equal_chosen": lambda: CHOSEN | roberta(),
@@ -162,18 +157,12 @@ def initial(folder):
     return watch.weights, model.table
 
 
-# ---- What crosses the network ----
-
-
 def private_bytes(folder):
     log = []
     settings = {"logging_strategy": "no", "max_steps": 4, "per_device_train_batch_size": 2}
     with per_call(DPGrapeTrainer, "_run_epoch", log):
         make_trainer(folder / "bytes", **ROBERTA | settings, **roberta()).train()
     return log
-
-
-# ---- Resuming with another number of processes ----
 
 
 @contextmanager
@@ -200,9 +189,6 @@ def resume(folder):
     state = torch.load(folder / "noise.pt")
     with refusing_files():
         return trained(folder / "saved-1-for-2", resume=True, stream=state, **SAVED)
-
-
-# ---- Failing together ----
 
 
 class Broken(Examples):

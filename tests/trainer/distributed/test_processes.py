@@ -84,9 +84,6 @@ def refusals(ranks, scenario):
     return [rank[scenario]["error"] for rank in ranks]
 
 
-# ---- The same release as one process ----
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [name for name in EQUAL if name != "uneven"])
 def test_two_processes_train_as_one(run, one, two):
@@ -203,9 +200,6 @@ def test_what_one_process_refuses_all_refuse(scenario, reason, two):
     for rank, error in zip(two, refusals(two, scenario), strict=True):
         assert reason in error
         assert rank[scenario]["private"]
-
-
-# ---- One process ----
 
 
 def test_alone_there_is_nobody_to_agree_with():

@@ -82,9 +82,6 @@ def three(folder, two):
     return seen(folder, 3, SCENARIOS["three"])
 
 
-# ---- The same weights as one process ----
-
-
 @pytest.mark.parametrize(
     ("processes", "scenario", "run"),
     [
@@ -116,9 +113,6 @@ def test_autocast_computes_what_it_does_without(two):
     for sharded, whole in results(two, "autocast"):
         for ours, theirs in zip(sharded["weights"], whole["weights"], strict=True):
             assert_same_weights(ours, theirs, **TOLERANCE)
-
-
-# ---- Checkpoints ----
 
 
 def status_of(folder):
@@ -167,9 +161,6 @@ def test_one_process_goes_on_from_it(name, folder, one, two):
     assert_same_weights(found["weights"][-1], expected, **TOLERANCE)
 
 
-# ---- What crosses the network, and what happens when it breaks ----
-
-
 def test_a_step_gathers_weights_and_scatters_no_gradients(two):
     """In every process and step the same, whatever was sampled; sums are one message."""
     every = [messages for steps in results(two, "bytes_of_a_step") for messages in steps[1:]]
@@ -190,9 +181,6 @@ def test_a_process_that_is_killed_ends_the_others(folder, one):
     found = torch.load(folder / "killed-0-of-2.pt", weights_only=False)
     assert "error" in found
     assert found["seconds"] < WAITING
-
-
-# ---- What is refused ----
 
 
 def test_what_would_put_a_process_out_of_step_is_refused(monkeypatch):
