@@ -337,8 +337,7 @@ each_page = pytest.mark.parametrize("page", PAGES)
 @pytest.mark.parametrize("page", slow_but({"README.md"}, PAGES))
 @pytest.mark.usefixtures("desk")
 @pytest.mark.filterwarnings(
-    "ignore:`(is_)?gradient_checkpointing(_\\w+)?` is deprecated",  # TRL and PEFT use it
-    "ignore:Use 'content=<...>' to upload:DeprecationWarning",  # huggingface_hub does
+    "ignore:Use 'content=<...>' to upload:DeprecationWarning"  # huggingface_hub does
 )
 def test_a_page_runs_from_top_to_bottom(page):
     text = text_of(page)

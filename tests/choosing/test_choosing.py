@@ -326,7 +326,6 @@ WAYS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("way", slow_but(("as it comes", "LoRA", "BitFit"), WAYS))
 def test_learning_rates_do_not_grow_without_limit_as_noise_falls(way, tmp_path):
     make, changes = WAYS[way]

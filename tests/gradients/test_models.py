@@ -32,13 +32,10 @@ B, RANK = 4, 4
 TOLERANCE = 1e-4  # relative, float32; differences among choices lose a digit or two
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is depr:FutureWarning"),
     pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),  # vmap's loops
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding:UserWarning"),  # WavLM
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # Switch
     pytest.mark.filterwarnings("ignore:.*gemm_4bit.*:UserWarning"),  # of bitsandbytes
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning"),  # of PEFT
 ]
 
 each_engine = pytest.mark.parametrize("engine", list(ENGINES))

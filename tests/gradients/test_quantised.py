@@ -11,9 +11,6 @@ from tests.models.zoo import QUANTISED
 from tests.support.marks import slow_but
 from tests.support.oracles import assert_exact
 
-# PEFT asks a quantised model of transformers so.
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-
 each_kind = pytest.mark.parametrize("kind", QUANTISED)
 
 

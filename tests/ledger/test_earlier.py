@@ -115,7 +115,6 @@ def test_an_earlier_ledger_may_be_given_by_its_path(first, tmp_path):
         find_earlier(TinyForSequenceClassification(), args)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adapters_and_model_init_ask_for_the_earlier_data_too(first, tmp_path):
     adapter = get_peft_model(_load(first), LoraConfig(r=2, target_modules=["query"]))
     with pytest.raises(PrivacyError, match="earlier_data=None"):

@@ -77,7 +77,6 @@ def simulate(family, setting, length=64, gpu=True):
 
 
 @pytest.mark.filterwarnings("ignore:Module is None")  # the tracker's own
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
     ("family", "setting"),
     [

@@ -89,7 +89,6 @@ def spacing(value):
     return 2.0 ** (torch.frexp(value)[1] - 8)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     ("name", "engine", "checkpointed"),

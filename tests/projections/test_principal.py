@@ -235,7 +235,6 @@ def test_without_a_tokenizer_a_sequence_ends_as_the_configuration_says():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 def test_every_model_of_the_zoo_is_measured_on_synthetic_inputs():
     for each in ROWS:
         model = each.model().eval()

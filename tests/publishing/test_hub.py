@@ -37,9 +37,7 @@ from tests.support.trainers import assert_same_weights, examples_of, make_traine
 
 pytestmark = [
     # The client's own upload of large files.
-    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning"),
-    # PEFT reads it.
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload:DeprecationWarning")
 ]
 
 REPO = "tester/private-model"
@@ -253,7 +251,6 @@ def test_the_repository_has_the_requested_name_branch_and_visibility(hub, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
 def test_sft_which_writes_a_card_before_each_checkpoint_publishes_ours(hub, tmp_path):
     pytest.importorskip("trl", reason="TRL is an optional extra")
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer

@@ -29,10 +29,6 @@ from tests.support.ledgers import MECHANISM, edit, ledger_of, note_weights, rewr
 from tests.support.models import only
 from tests.support.trainers import examples_of, make_trainer
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"
-)
-
 WEIGHTS = "model.safetensors"
 
 

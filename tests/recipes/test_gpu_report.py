@@ -101,7 +101,6 @@ def test_one_probe_of_each_model_comes_first():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_steps_of_each_kind_stand_beside_those_of_adamw(tmp_path, capsys):
     kinds = "RoBERTa-large, T=128, (TF32|bf16|bf16, 4.*): |OPT-6.7B, T=512, bfloat16|Llama"
     status, found = report(tmp_path, f"--only={kinds}")

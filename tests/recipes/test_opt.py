@@ -405,9 +405,6 @@ ONE = {"noise_multiplier": 1}
         ),
     ],
 )
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
-)
 def test_a_run_on_every_kind_of_task(task, options, folder, tmp_path):
     result = main(FAMILY, words(folder, tmp_path, task, **options))
     metric = "f1" if TASKS[task].generates else "accuracy"

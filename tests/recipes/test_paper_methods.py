@@ -211,9 +211,6 @@ TINY = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     ],
     ids=["opt", "roberta", "vit"],
 )
-@pytest.mark.filterwarnings(
-    "ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"  # asked for by PEFT
-)
 def test_lora_uses_the_layers_of_mezo_if_mezo_names_any(model, layers, alpha):
     adapted = with_adapter(model, "dp_lora", 8)
     (config,) = adapted.peft_config.values()

@@ -36,10 +36,6 @@ from tests.support.marks import slow_but
 from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 from tests.support.questions import byte_level
 
-pytestmark = pytest.mark.filterwarnings(  # of PEFT
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)
-
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 TEXT = (
     "A a great film It was terrible bad okay good No Yes Maybe Description Entity Expression Human "

@@ -21,7 +21,6 @@ from tests.support.sft import WORDS, llama, send_nothing, tokenizer
 pytest.importorskip("trl", reason="TRL is an optional extra")
 from recipes.synthetic_text import evaluation, pipeline
 
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 LABELS = ["w0", "w1"]
 SECRET = "w23"  # in private texts alone
 

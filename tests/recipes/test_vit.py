@@ -211,9 +211,6 @@ def test_training_examples_are_drawn_by_the_seed(tmp_path, data):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings(  # of PEFT
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)
 @pytest.mark.parametrize("method", ["dp_lora", "adam"])
 def test_other_methods_train(method, tmp_path, data):
     changes = {} if METHODS[method].private else {"noise_multiplier": None, "max_grad_norm": None}

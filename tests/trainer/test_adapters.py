@@ -18,9 +18,6 @@ from tests.support.trainers import (
     weights_of,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"
-)
 SETTINGS = {"projection_rank": 2, "max_steps": 4, "learning_rate": 0.02}
 PRINCIPAL = {"projection": "principal", "projection_update_steps": None}
 

@@ -18,9 +18,6 @@ trl = pytest.importorskip("trl", reason="TRL is an optional extra")
 from dp_grape_hf import DPGrapeDPOTrainer, DPGrapeRewardTrainer, DPGrapeSFTTrainer  # noqa: E402
 from dp_grape_hf.trainer import preferences, sft as of_sft  # noqa: E402
 
-# TRL sets the old name of the option by default, and transformers says so.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
-
 HOSTS = {
     "seq2seq": seq2seq,
     "sft": sft,

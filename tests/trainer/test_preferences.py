@@ -17,8 +17,6 @@ from tests.support.trainers import assert_refused
 pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
 
-# TRL sets the old name of the option by default, and transformers says so.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
 each_kind = pytest.mark.parametrize("kind", ["dpo", "reward"])
 
 

@@ -14,9 +14,6 @@ from tests.support.trainers import assert_same_weights, weights_of
 pytest.importorskip("trl", reason="TRL is an optional extra")
 peft = pytest.importorskip("peft")
 
-# TRL sets the old name of the option by default, and transformers says so.
-pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated")
-
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):

@@ -14,7 +14,6 @@ from tests.support.marks import slow_but
 from tests.support.trainers import weights_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is depr:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.torch.utils.checkpoint. the use_reentrant:UserWarning"),
     pytest.mark.filterwarnings("ignore:Support for mismatched key_padding:UserWarning"),  # WavLM
 ]

@@ -16,10 +16,6 @@ from dp_grape_hf.gradients.losses.losses import LabelledPositions, split
 from tests.models.zoo import WIDE, rows
 from tests.support.models import LABELS, ROWS, VOCABULARY, only, row
 
-pytestmark = pytest.mark.filterwarnings(  # of PEFT
-    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
-)
-
 B = 4
 classifier = only("roberta-classifier")
 

@@ -200,7 +200,6 @@ def test_a_loss_rounded_to_16_bits_passes_only_under_autocast(bf16, tmp_path):
         trainer.train()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_adaloras_orthogonality_is_refused(tmp_path):
     config = AdaLoraConfig(
         task_type="SEQ_CLS",  # only models for a task pass through what adds the term

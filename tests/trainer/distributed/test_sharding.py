@@ -40,10 +40,7 @@ from tests.trainer.distributed.sharded import (
     trained,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning"),
-]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
