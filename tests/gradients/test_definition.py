@@ -14,8 +14,8 @@ from dp_grape_hf.gradients import make_engine
 from dp_grape_hf.gradients.definition import vmap_safe
 from tests.gradients.functions import Function, mean_output
 from tests.models.matrix import dense, projectors_for
-from tests.support.models import VOCABULARY, only
-from tests.support.oracles import Largest, assert_exact
+from tests.support.models import only
+from tests.support.oracles import assert_exact
 
 
 def toy(rest, **layers):
@@ -31,18 +31,6 @@ def positions(batch_size=4):
 
 
 check = partial(assert_exact, engine="functorch")
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_no_vocabulary_matrix_exists_once_per_sample(name):
-    vocabulary, batch_size, length = 50 * VOCABULARY, 8, 4
-    model = only(name).model(vocab_size=vocabulary)
-    engine, batch = make_engine("functorch", model), only(name).batch(batch_size, length)
-    engine(batch, projectors_for(model, 2))
-    with Largest() as largest:
-        engine(batch, projectors_for(model, 2))
-    hidden = model.get_input_embeddings().weight.shape[1]
-    assert vocabulary * hidden <= largest.numbers < batch_size * vocabulary * hidden / 2
 
 
 def test_dropout_of_attention_alone_differs_between_samples():
@@ -118,7 +106,6 @@ def test_what_vmap_cannot_run_or_replace_is_refused(model, message):
         per_sample_gradients(model, positions(), engine="functorch", loss=mean_output)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 def test_checkpointing_of_transformers_models_makes_no_difference():
     model = only("llama").model()
     model.gradient_checkpointing_enable({"use_reentrant": False})

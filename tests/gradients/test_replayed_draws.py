@@ -2,7 +2,6 @@
 
 import gc
 import random
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -26,8 +25,6 @@ from tests.support.mechanism import make_private
 from tests.support.trainers import assert_refused, make_trainer
 
 both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
-
-Toss = Callable[[Tensor], Tensor]
 
 
 def small(toss):
@@ -281,16 +278,6 @@ def test_a_draw_under_vmap_is_refused_if_samples_share_it(engine):
         gradients(Noisy(lambda: torch.rand([]) < 0.5), engine)
 
 
-def test_the_draw_that_is_at_fault_is_named():
-    def toss(hidden):
-        hidden = dropout(hidden) if torch.rand([]) >= 0.0 else hidden * 0
-        hidden = Noisy(lambda: torch.rand(len(hidden)).mean() < 0.5)(hidden)
-        return dropout(hidden) + 0 * torch.randperm(6)
-
-    with pytest.raises(PrivacyError, match=r"\(rand in Noisy\) for each sample"):
-        gradients(toss)
-
-
 def test_a_model_is_examined_in_training_mode_after_evaluation_mode():
     engine = make_engine("layerwise", small(drops_layers).eval(), squares)
     engine({"x": torch.randn(3, 4)}, {})
@@ -385,18 +372,6 @@ def test_a_draw_without_torch_is_refused_under_a_zero_head(engine):
         gradients(turns(lambda _: bits.random() < 0.5), engine, zero=True)
 
 
-@pytest.mark.parametrize("alike", [1, 2])
-def test_a_draw_without_torch_is_never_reported_as_shared(alike):
-    passes = [0]
-
-    def toss(hidden):
-        passes[0] += len(hidden) == 3
-        return dropout(-hidden if passes[0] > alike and passes[0] % 2 else hidden)
-
-    with pytest.raises(PrivacyError, match="random numbers from numpy or Python"):
-        gradients(toss)
-
-
 def seeds_torch(hidden):
     torch.manual_seed(0)
     return functional.dropout(hidden, 0.5)
@@ -448,12 +423,6 @@ def draws_from_a_generator(hidden):
 def test_a_model_with_its_own_generator_is_always_refused(engine):
     with pytest.raises(PrivacyError, match="its own generator"):
         gradients(lambda hidden: hidden + 0 * torch.rand(6, generator=_OWN), engine)
-
-
-def test_a_generator_of_the_models_own_is_not_called_coupling(tmp_path):
-    model = noisy(draws_from_a_generator, in_training_only=True)
-    with pytest.raises(PrivacyError, match=r"changed .*_OWN of the model"):
-        make_trainer(tmp_path, model=model).train()
 
 
 NOISE = {

@@ -5,12 +5,10 @@ from inspect import signature
 import pytest
 import torch
 from torch import nn
-from torch.func import vmap
 from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from dp_grape_hf.gradients import ENGINES, make_engine
-from dp_grape_hf.gradients.stand_ins import outside_vmap
 from dp_grape_hf.projections import Projector, Side
 from tests.gradients.functions import Function
 from tests.models.matrix import dense
@@ -18,7 +16,7 @@ from tests.support.oracles import Largest, relative_error, single_sample_gradien
 
 B, T, N = 3, 5, 6  # samples, positions, features
 ROWS = 7  # of a table
-Sides = dict[str, Side]
+
 
 LEFT, RIGHT = Side.LEFT, Side.RIGHT
 
@@ -270,26 +268,3 @@ def test_the_parameters_are_back_after_an_error():
     after = dict(module.named_parameters())
     assert all(after[name] is parameter for name, parameter in before.items())
     assert all(p.requires_grad and p.grad is None for p in before.values())
-
-
-def test_a_function_called_outside_vmap_is_differentiated_for_each_sample():
-    x = torch.randn(B, 4, requires_grad=True)
-    shared = torch.randn(4, requires_grad=True)
-    shapes = []
-
-    def product(x, shared, missing):
-        shapes.append((x.shape, shared.shape))
-        return (x * shared).sum(1), 0
-
-    result = vmap(lambda x: outside_vmap(x, product, x, shared, None))(x)
-    torch.testing.assert_close(result, (x * shared).sum(1))
-    assert shapes == [((B, 4), (B, 4))]
-    gradients = torch.autograd.grad(result.sum(), [x, shared])
-    torch.testing.assert_close(gradients[0], shared.expand(B, 4))
-    torch.testing.assert_close(gradients[1], x.sum(0))
-
-
-def test_outside_vmap_a_function_may_return_one_value_for_all():
-    x = torch.randn(B, 4)
-    seen = vmap(lambda x: x + outside_vmap(x, lambda: (torch.tensor(2.0), None)))(x)
-    torch.testing.assert_close(seen, x + 2)

@@ -1,7 +1,6 @@
 """A row is made of its own example and of coins of its own, whoever else was drawn."""
 
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -22,8 +21,6 @@ from dp_grape_hf.mechanism import Grid, LogicalBatchCollator, RowCollator, colla
 from dp_grape_hf.trainer.collators import refuse_other_rows
 from recipes.paper.opt_tasks import Collator as OptionsCollator
 from tests.support.collators import longest_first, tokenizer
-
-Example = dict[str, Any]
 
 
 def ids(length, seed=0):
@@ -275,18 +272,3 @@ def test_a_collators_random_draw_is_made_for_each_example():
 
     (batch,) = LogicalBatchCollator(crops, 100)([{"x": list(range(12))}] * 64)
     assert {int(row[0]) for row in batch["x"]} == set(range(8))  # missed by chance: below 0.002
-
-
-def test_a_data_set_is_read_one_example_at_a_time(tmp_path):
-    """A transform of many at once, as data sets have them, would pad them to the longest."""
-    from datasets import Dataset
-
-    from dp_grape_hf.mechanism import EmptyDrawDataset
-
-    def longest(rows):
-        size = max(map(len, rows["x"]))
-        return {"x": [row + [0] * (size - len(row)) for row in rows["x"]]}
-
-    data = Dataset.from_list([{"x": [1] * n} for n in (1, 5, 2)]).with_transform(longest)
-    fetched = EmptyDrawDataset(data).__getitems__([0, 1, 2])
-    assert [len(example["x"]) for example in fetched] == [1, 5, 2]

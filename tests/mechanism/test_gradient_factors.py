@@ -81,20 +81,6 @@ def test_the_release_equals_its_definition(name, clipping, rank):
         assert relative_error(flat(found), flat(without)) > 1e-2, mode
 
 
-@pytest.mark.parametrize("clipping", Clipping)
-@pytest.mark.parametrize("mode", GradSampleMode)
-def test_factors_of_one_release_the_same_bits_as_none(mode, clipping):
-    model, inputs, loss = MODELS["stack"]()
-    per_sample = make_engine("layerwise", model, loss, mode)
-    with_ones, without = (
-        released(
-            with_factors(per_sample, factors, clipping=clipping, noise_multiplier=1.0), [inputs]
-        )
-        for factors in ({"norm": 1.0, "*": 1.0}, None)
-    )
-    assert all(torch.equal(value, without[name]) for name, value in with_ones.items())
-
-
 def met_by_noise(engine, batches, monkeypatch):
     """Returns the sums as the noise meets them."""
     seen = []

@@ -12,7 +12,7 @@ from transformers import BertForMultipleChoice
 
 from dp_grape_hf import PrivacyError
 from dp_grape_hf.gradients import ANSWERS, UNIT_OF_ROW, Dense, UnitEngine, flat, make_engine
-from dp_grape_hf.gradients.forms import Factored, GradientSum, SparseRows
+from dp_grape_hf.gradients.forms import Factored, SparseRows
 from dp_grape_hf.gradients.units import summed
 from dp_grape_hf.mechanism import (
     EmptyDrawDataset,
@@ -239,16 +239,6 @@ def test_a_units_gradient_is_the_sum_of_its_examples(name, engine, rank, most, m
     assert shapes == {name: tuple(g.shape) for name, g in found.items()}
 
 
-def test_every_form_is_seen_by_the_test_above(monkeypatch):
-    monkeypatch.setattr(flat, "MOST", 0)
-    kinds = set()
-    for name, rank in (("roberta-classifier", None), ("opt", None)):
-        model, batch = _of_units(name, num_hidden_layers=1)
-        _, found = UnitEngine(make_engine("layerwise", model))(batch, projectors_for(model, rank))
-        kinds |= {type(gradient) for gradient in found.values()}
-    assert {Dense, Factored, SparseRows, GradientSum} <= kinds
-
-
 def test_examples_of_several_rows_are_summed_as_well():
     """An example of multiple choice is a row per option: the model sees B options rows."""
     entry = row("BERT, multiple choice")
@@ -284,13 +274,6 @@ def test_an_infinite_example_drops_its_unit_and_no_other():
 
     for poison in (math.nan, math.inf):
         assert_same_weights(clipped(poison), clipped(1.0, first=3), atol=1e-6, rtol=1e-5)
-
-
-def test_where_no_unit_is_finite_the_sum_is_zero():
-    total = {}
-    examples = Factored(torch.full((7, 2, 5), math.nan), torch.ones(7, 2, 6))
-    add_clipped_sum_(total, {"factored": summed(examples, OF_ROWS)}, 0.5)
-    assert_same_weights(total, {"factored": torch.zeros(5, 6)})
 
 
 def test_finite_differences_of_a_unit_add_up():

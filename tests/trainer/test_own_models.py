@@ -1,20 +1,16 @@
 """Models of the user's own: any module trains with nothing set but the budget."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
-from dp_grape_hf.gradients import per_sample_gradients
 from dp_grape_hf.trainer.inputs_by_form import Form, InputsByForm
 from tests.support.models import row
 from tests.support.trainers import Examples, make_trainer, trained_in, weights_of
 
 ROWS, FEATURES, WORDS = 40, 6, 11
-Build = Callable[[], nn.Module]
 
 
 def answer(logits, labels):
@@ -144,23 +140,6 @@ def test_a_module_trains_with_nothing_set(model, row, loss, tmp_path, caplog):
     notices = [r.getMessage() for r in caplog.records if r.name.startswith("dp_grape_hf")]
     told = {table: ["unused"], recurrent: ["one example after another"]}.get(model, [])
     assert all(words in notice for words, notice in zip(told, notices, strict=True)), notices
-
-
-@pytest.mark.parametrize(("model", "row"), [(table, table_row), (recurrent, ids_row)])
-def test_losses_and_gradients_are_those_of_one_example(model, row):
-    torch.manual_seed(0)
-    made, rows = model(), [row(i) for i in range(3)]
-    weights = {n: p for n, p in made.named_parameters() if not n.startswith("unused")}
-    for name, weight in made.named_parameters():
-        weight.requires_grad_(name in weights)
-    batch = {n: torch.stack([torch.as_tensor(one[n]) for one in rows]) for n in rows[0]}
-    losses, gradients = per_sample_gradients(made, batch)
-    for i in range(3):
-        loss = made(**{name: value[i : i + 1] for name, value in batch.items()})["loss"]
-        expected = torch.autograd.grad(loss, [*weights.values()])
-        torch.testing.assert_close(losses[i], loss.detach())
-        for name, gradient in zip(weights, expected, strict=True):
-            torch.testing.assert_close(gradients[name].dense().values[i], gradient)
 
 
 def test_of_examples_neither_values_nor_lengths_reach_what_is_measured(tmp_path):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.func import vmap
 from torch.nn import functional
 
 from dp_grape_hf.gradients import IGNORE_INDEX, cross_entropy
@@ -41,20 +40,3 @@ def test_a_broken_position_stays_broken_and_breaks_no_other():
     logits[1, 2] = torch.nan
     losses = cross_entropy(logits, torch.tensor([0, 1, 2]))
     assert losses.isnan().tolist() == [False, True, False]
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["own targets", "shared targets"])
-def test_samples_may_be_vectorised(shared):
-    logits = torch.randn(3, N, V, requires_grad=True)
-    targets = torch.randint(0, V, (N,) if shared else (3, N))
-    losses = vmap(cross_entropy, in_dims=(0, None if shared else 0))(logits, targets)
-    expected = functional.cross_entropy(
-        logits.flatten(0, 1), targets.expand(3, N).flatten(), reduction="none"
-    ).view(3, N)
-    torch.testing.assert_close(losses, expected)
-    gradients = [torch.autograd.grad(x.sum(), logits)[0] for x in (losses, expected)]
-    torch.testing.assert_close(*gradients)
-
-
-def test_no_positions_have_no_losses():
-    assert cross_entropy(torch.zeros(0, V), torch.zeros(0, dtype=torch.long)).shape == (0,)
