@@ -26,7 +26,6 @@ EXPORTED = {*dp_grape_hf.__all__, *dp_grape_hf._SUBPACKAGE_OF}
 
 
 def command_options():
-    """Return the options of all commands, without those of a run."""
     found = set()
     for command in COMMANDS:
         parser = argparse.ArgumentParser(add_help=False)
@@ -36,7 +35,6 @@ def command_options():
 
 
 def names_in(page):
-    """Return the names in code on a page, without dashes, values and the package's name."""
     text = (ROOT / page).read_text(encoding="utf-8")
     spans = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M))
     return {span.removeprefix("dp-grape ").partition("=")[0].lstrip("-") for span in spans}
@@ -83,7 +81,6 @@ def test_every_name_in_the_glossary_exists():
 
 
 def anchor_of(heading):
-    """Return the anchor of a heading, as GitHub and the site make it."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 

@@ -80,14 +80,12 @@ PUBLISHED = MODULES | modules_of("recipes")
 
 
 def subpackage_of(module):
-    """The subpackage of a module; None for the ``__init__`` of the package."""
     package, _, rest = module.partition(".")
     return rest.partition(".")[0] or None if package == PACKAGE else None
 
 
 @cache
 def nodes(path):
-    """The syntax of a file."""
     return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
 
 
@@ -109,7 +107,6 @@ def _imports(path):
 
 
 def libraries(path):
-    """The top-level packages that a file imports."""
     return {module.partition(".")[0] for module, _ in imports(path)}
 
 
@@ -126,7 +123,6 @@ def tracked_files():
 
 
 def assert_none(wrong, what):
-    """Fails with what is wrong in each module."""
     found = {module: sorted(names) for module, names in wrong.items() if names}
     assert not found, f"{what}: {found}"
 

@@ -30,7 +30,6 @@ def run(command, folder, **environment):
 
 
 def build(what, source, folder):
-    """Builds a ``wheel`` or an ``sdist``, and returns its file."""
     python = [sys.executable, "-m", "build", "--no-isolation", f"--{what}"]
     run([*python, "--outdir", str(folder), str(source)], ROOT)
     (made,) = folder.iterdir()

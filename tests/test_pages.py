@@ -85,7 +85,6 @@ def text_of(page):
 
 
 def blocks_of(text):
-    """Returns the blocks of a page in order."""
     found, above, inside = [], "", None
     for number, line in enumerate(text.splitlines(), start=1):
         fence = re.fullmatch(r"```(\w*)", line)
@@ -109,7 +108,6 @@ def prose_of(text):
 
 
 def commands_of(text):
-    """Yields the words of each command of a ``sh`` block."""
     for line in text.replace("\\\n", " ").splitlines():
         if words := shlex.split(line, comments=True):
             yield words
@@ -171,7 +169,6 @@ def causal_model():
 
 
 def preferences():
-    """A language model in ``my-model``, private preferences and public prompts."""
     causal_model()
     pairs = [{"chosen": f"w{i % 24} w1", "rejected": f"w{i % 24} w2 w3"} for i in range(64)]
     prompts = [{"prompt": f"w{i % 24} w4"} for i in range(64)]
@@ -198,7 +195,6 @@ def configurations():
 
 
 def cards():
-    """The published cards, to be written again."""
     shutil.copytree(ROOT / "model_cards", "model_cards")
     return {}
 
@@ -307,7 +303,6 @@ def parse_dp_grape(words):
 
 
 def run_dp_grape(words):
-    """Runs a command, which has to succeed, and returns what it prints."""
     printed, refused = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(refused):
         code = main([*words])
@@ -440,7 +435,6 @@ def anchors_of(text):
 
 
 def first_column(page, header):
-    """Returns what stands in code in the first column of the tables with that header."""
     found = set()
     for table in re.findall(rf"^\| {header} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.M):
         for row in table.splitlines():
@@ -474,7 +468,6 @@ def test_the_tables_of_methods_accountants_and_commands_are_whole():
 
 
 def rows_of(page, header):
-    """The cells of the table that begins with these titles."""
     (table,) = re.findall(rf"^\| {header} .*\n\|[-|]+\n((?:\|.*\n)+)", text_of(page), re.M)
     return [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()]
 

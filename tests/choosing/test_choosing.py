@@ -60,7 +60,6 @@ def config(**changes):
 
 @torch.no_grad()
 def trained(model):
-    """The model with norms that are not as they were made."""
     for module in model.modules():
         if "Norm" in type(module).__name__:
             module.weight.uniform_(0.9, 1.1)
@@ -68,7 +67,6 @@ def trained(model):
 
 
 def pretrained(folder, model=None):
-    """A model that was loaded from a folder."""
     set_seed(0)
     model = trained(model or BertForSequenceClassification(config()))
     model.save_pretrained(folder)
@@ -296,7 +294,6 @@ def adapter(folder, config):
 
 
 def biases(folder):
-    """A model whose biases, norms and head are trained, as BitFit does."""
     model = pretrained(folder)
     for name, parameter in model.named_parameters():
         kept = "bias" in name or "Norm" in name or name.startswith("classifier")

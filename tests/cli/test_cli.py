@@ -35,8 +35,6 @@ Command = Callable[[str], str]
 
 @pytest.fixture
 def run(capsys):
-    """Returns what a command prints, which succeeds."""
-
     def printed(command):
         assert main(shlex.split(command)) == 0
         return capsys.readouterr().out
@@ -46,8 +44,6 @@ def run(capsys):
 
 @pytest.fixture
 def refusal(capsys):
-    """Returns what a command says that is refused."""
-
     def said(command):
         try:
             code = main(shlex.split(command))

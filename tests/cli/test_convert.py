@@ -71,7 +71,6 @@ OPTIONS = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A script of one's own with a module beside it."""
     (tmp_path / "run_own.py").write_text(SCRIPT)
     (tmp_path / "own_trainer.py").write_text(BESIDE)
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,6 @@ CALIBRATE = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 
 
 
 def modules_after(code):
-    """The modules that a new interpreter has loaded after the code."""
     report = "import json, sys; sys.stderr.write('\\n' + json.dumps(sorted(sys.modules)))"
     program = f"{code}\n{report}"
     result = subprocess.run(
@@ -31,7 +30,6 @@ def modules_after(code):
 
 
 def of_commands(*commands):
-    """Code that runs commands one after the other."""
     return f"""
 from dp_grape_hf.cli.main import main
 for words in {[command.split() for command in commands]!r}:

@@ -41,7 +41,6 @@ UNDER_VMAP = {
 
 
 def gradients_are_exact(compute):
-    """Compares with single samples; returns the engine."""
     torch.manual_seed(0)
     head = nn.Linear(FEATURES, FEATURES)
     own = Function(

@@ -21,8 +21,6 @@ def unmixed(m, hidden):
 
 
 def small(between=unmixed):
-    """Two layers, with room for whatever couples between them."""
-
     def compute(m, x, scale=None):
         return m.second(nn.functional.softplus(between(m, m.first(x))))  # no unit is dead
 

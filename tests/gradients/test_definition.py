@@ -19,7 +19,6 @@ from tests.support.oracles import assert_exact
 
 
 def toy(rest, **layers):
-    """Returns a linear layer, and then whatever is to be tried."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first = nn.Linear(6, 8)

@@ -63,8 +63,6 @@ def test_a_sample_that_is_not_finite_contributes_exactly_zero(mode, waits, monke
 
 
 class InEvaluation(Twice):
-    """Leaves its second layer out in training, once it is told to."""
-
     leaves_out = False
 
     @property

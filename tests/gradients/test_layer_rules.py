@@ -35,8 +35,6 @@ def indices(*shape, below=5):
 
 
 class CentredRMSNorm(nn.Module):
-    """Takes the mean away first."""
-
     def __init__(self, width, weight=1.0, variance_epsilon=1e-6):
         super().__init__()
         self.weight = nn.Parameter(torch.full((width,), weight))
@@ -252,8 +250,6 @@ def test_the_output_of_rms_norm_has_its_modules_dtype(layer_type):
 
 
 class Scaled(LlamaRMSNorm):
-    """Takes more than the input, but not always."""
-
     def forward(self, hidden_states, times=1.0):
         return times * super().forward(hidden_states)
 

@@ -37,7 +37,6 @@ def test_a_contrastive_model_is_told_that_samples_are_compared(tmp_path):
 
 
 def among_the_batch(outputs, _):
-    """Contrasts each text with all images of the batch."""
     logits = outputs.logits_per_text
     return functional.cross_entropy(logits, torch.arange(len(logits)), reduction="none")
 

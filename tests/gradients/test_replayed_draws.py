@@ -28,8 +28,6 @@ both = pytest.mark.parametrize("engine", ["layerwise", "functorch"])
 
 
 def small(toss):
-    """Two layers, and between them whatever coins a test tosses."""
-
     def compute(m, x):
         hidden = m.first(x)
         tossed = m.training or isinstance(toss, nn.Module)

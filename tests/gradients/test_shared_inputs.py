@@ -12,8 +12,6 @@ from tests.support.oracles import assert_gradients_equal, single_sample_gradient
 
 
 def attention(changed=False):
-    """Queries, keys and values of one tensor, and an output of another."""
-
     def compute(m, x):
         queries = m.q(x)
         x = x.clone() if changed else x

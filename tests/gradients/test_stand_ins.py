@@ -32,7 +32,6 @@ def make_projectors(module, sides, rank=2):
 
 
 def loss(outputs, labels):
-    """Weighs every number differently."""
     flat = outputs.flatten(1).float()
     return (flat * torch.linspace(-1, 1, flat.shape[1])).sum(1) + flat.square().mean(1)
 

@@ -231,7 +231,6 @@ EXPLAINED = {
 
 
 def main(argv=None):
-    """Runs the tests with both, writes the comparison, and returns it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--transformers", type=Path, required=True, help="a checkout of transformers")

@@ -38,7 +38,6 @@ SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def _trained(trainer):
-    """The folder of a run that was made."""
     trainer.train()
     trainer.save_model()
     return Path(trainer.args.output_dir)
@@ -175,7 +174,6 @@ class _OfNowhere(TinyForSequenceClassification):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub, an empty cache, and a token that may read."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     with serve_as_the_hub(monkeypatch) as server:
         monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -437,7 +437,6 @@ def test_a_run_names_the_accountant_that_answers(tmp_path, monkeypatch):
 
 
 def _story(path):
-    """A run with an entry of nearly every kind."""
     ledger = ledger_of(20, path=path)
     copy = path.parent / "checkpoint-20" / LEDGER_NAME
     ledger.snapshot(20, {"model.safetensors": "1" * 64}).save(copy)

@@ -99,7 +99,6 @@ LENGTHS = (3, 30, 8, 9, 17, 17, 41, 5, 12, 24, 16, 2)
 
 
 def rows_of(batches):
-    """Returns rows by themselves, as lists."""
     return [
         {k: v[i].tolist() if isinstance(v, Tensor) else v for k, v in batch.items()}
         for batch, size in zip(batches, batches.sizes, strict=True)

@@ -82,7 +82,6 @@ def test_the_release_equals_its_definition(name, clipping, rank):
 
 
 def met_by_noise(engine, batches, monkeypatch):
-    """Returns the sums as the noise meets them."""
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -29,7 +29,6 @@ Array = np.ndarray[Any, Any]
 
 
 def noise_of(size, secure, std=1.0):
-    """Returns the noise of one release, of unit variance."""
     value = torch.zeros(size)
     add_noise_([value], std, noise_generator(secure=secure))
     return value.numpy() / std

@@ -186,7 +186,6 @@ def scaled(gradient, factors):
 
 
 def pair(kind, factors, seed=0):
-    """Returns the gradients of a weight and a bias, both scaled by one factor per sample."""
     torch.manual_seed(seed)
     scale, forms = torch.tensor(factors), {name: make() for name, make in FORMS.items()}
     forms["sum"] = add([forms["factored"], forms["sparse rows"]])

@@ -63,7 +63,6 @@ CHANGED = "bert", "dp_grape"  # to see that a change is noticed
 
 
 def model_of(name):
-    """Returns a model of one layer with weights that depend on their names and shapes alone."""
     model = only(MODELS[name]).model(num_hidden_layers=1)
     with torch.no_grad():
         for key, weight in model.named_parameters():
@@ -75,7 +74,6 @@ def model_of(name):
 
 
 def run(folder, model, case, **changes):
-    """Returns the releases (5 of them) and the weights before and after, by name."""
     rows = examples_of(MODELS[model], 18).examples
     with pytest.MonkeyPatch.context() as patch:
         releases = spy_releases(patch)
@@ -93,7 +91,6 @@ def run(folder, model, case, **changes):
 
 
 def entries(ledger):
-    """Returns what a ledger says, without what differs between two equal runs."""
     differs = {"run_id", "at", "versions", "digest"}
     content = [encoded(entry) for entry, _ in Ledger.load(ledger).links]
     return [{key: entry[key] for key in entry if key not in differs} for entry in content]
@@ -123,7 +120,6 @@ def seeds():
 
 
 def streams():
-    """Returns numbers of every stream whose seed is known: projections, rounding and noise."""
     shapes = {"body.weight": (60, 40), "head.weight": (1500, 2000)}  # the latter: two blocks of P
     made = {}
     for family in ("gaussian", "gaussian_over_r"):
@@ -147,7 +143,6 @@ def streams():
 
 
 def assert_same(found, expected, tolerance=RELEASE):
-    """Compares what ``described`` returns."""
     assert found.keys() == expected.keys(), f"{RECORD.name}: a line for each"
     for name, (norm, *_) in expected.items():
         assert found[name] == pytest.approx(expected[name], rel=0, abs=tolerance * norm), name
@@ -198,7 +193,6 @@ def test_another_release_is_noticed(change, tmp_path, record):
 
 
 def main():
-    """Writes the record."""
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     content = {
@@ -210,7 +204,6 @@ def main():
 
 
 def compact(value, depth=0):
-    """Returns JSON with a line for each tensor and each entry of a ledger."""
     if not isinstance(value, dict) or depth > 3:
         return json.dumps(value)
     inner = ",\n".join(f"{json.dumps(k)}: {compact(v, depth + 1)}" for k, v in value.items())

@@ -205,7 +205,6 @@ def _points():
 
 
 def _of_units(name, **settings):
-    """Returns a model without dropout, and a batch of units for it."""
     case = only(name)
     return case.model(**settings).eval(), case.batch(len(EACH)) | {UNIT_OF_ROW: EACH}
 

@@ -131,14 +131,12 @@ def placed(model, inputs):
 
 
 def settings():
-    """Returns what is run: every method, and DP-GRAPE in other forms."""
     found = [row.setting for row in every_method(Setting(batch_size=BATCH))]
     grape = Setting(method=DP_GRAPE, batch_size=BATCH)
     return [*found, replace(grape, projection=PRINCIPAL), replace(grape, dtype=torch.bfloat16)]
 
 
 def run(build, batch, setting):
-    """Runs a step; returns "" if all was on the device."""
     model = prepared(build().to(setting.dtype), setting)
     try:
         with ExitStack() as stack:
@@ -154,7 +152,6 @@ def run(build, batch, setting):
 
 
 def main(argv=None):
-    """Runs every setting on every model; returns 1 if something was on two devices."""
     from tests.models.zoo import rows
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])

@@ -165,7 +165,6 @@ def cell(row, condition, engine):
 
 
 def main(arguments=None):
-    """Renders the table to the standard output, with a progress bar on the standard error."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="Regular expression for 'family, head'.")
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))

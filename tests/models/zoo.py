@@ -93,7 +93,6 @@ def answers(batch_size, generator):
 
 
 def whole_texts(batch_size, **settings):
-    """Returns random texts, all of one length, with a class."""
     batch = texts(batch_size, target="class", **settings)
     return {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
 
@@ -118,7 +117,6 @@ def sounds(batch_size, seed=0, *, target, **unused):
 
 
 def spectra(batch_size, **settings):
-    """Returns random spectrograms, time first, with a class."""
     batch = sounds(batch_size, target="class", **settings)
     return {"input_values": batch["input_features"].mT.contiguous(), "labels": batch["labels"]}
 
@@ -298,7 +296,6 @@ class Row:
         return f"{self.family.name}, {self.task}"
 
     def model(self, seed=0, **changes):
-        """Returns the model in training mode, with ``changes`` to its configuration."""
         family, task = self.family, TASKS[self.task]
         prefix = family.models or family.config.removesuffix("Config")
         cls = _MODEL_CLASSES.get((prefix, self.task), prefix + task.suffix)
@@ -350,7 +347,6 @@ def build(cls, config, settings, seed=0, **changes):
 
 
 def _nf4():
-    """4 bits of bitsandbytes, with scales that are quantised as well."""
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -374,7 +370,6 @@ QUANTISED = {
 
 
 def quantised(model, how):
-    """Returns a model saved, and loaded again in 4 or 8 bits."""
     attention = model.config._attn_implementation
     with TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -387,7 +382,6 @@ def quantised(model, how):
 
 
 def adapted(model, adapter, task_type, seed=0):
-    """Returns the model with a PEFT adapter around or in it."""
     import peft
 
     inside = ["query", "value", "q_proj", "v_proj", "q", "v", "c_attn"]
@@ -457,7 +451,6 @@ def _with_adapters():
 
 
 def _quantised():
-    """Yields LoRA on weights in 4 and 8 bits."""
     sizes = {"hidden_size": 64, "intermediate_size": 128}  # a block of 4-bit weights has 64
     for how, name in (("nf4", "4 bits"), ("int8", "8 bits"), ("torchao", "8 bits of torchao")):
         yield Family(
@@ -475,5 +468,4 @@ FAMILIES += [*_with_adapters(), *_quantised()]
 
 
 def rows(families=FAMILIES):
-    """Returns every family with every task of its row."""
     return [Row(family, task) for family in families for task in family.tasks]

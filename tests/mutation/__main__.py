@@ -36,7 +36,6 @@ class Noticed:
 
 
 def nodes(saboteurs):
-    """Returns the tests as pytest takes them: each file is looked for in all folders."""
     found = {}
     for test in (test for saboteur in saboteurs for test in saboteur.tests):
         name, _, rest = test.partition("::")
@@ -70,7 +69,6 @@ def noticed_by(saboteur):
 
 
 def main():
-    """Prints the table, or as JSON; returns 1 if a test does not notice what it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("words", nargs="*", help="only saboteurs whose name has one of these")

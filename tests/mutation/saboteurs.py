@@ -58,7 +58,6 @@ class Saboteur:
 
 
 def _with(owner, name, value):
-    """Returns what gives an object another attribute."""
     return lambda patch: patch.setattr(owner, name, value)
 
 
@@ -337,7 +336,6 @@ def _every_rank(rank):
 
 
 def _together(collate, examples):
-    """Collates a physical batch as a whole."""
     split = collate._packed([1] * len(examples), [*range(len(examples))])
     batches = [collate.collate_rows.collator([examples[i] for i in some]) for some in split]
     return LogicalBatch(batches, [len(some) for some in split])

@@ -15,7 +15,6 @@ from tests.mutation.saboteurs import BROKEN, NOTICED, SABOTEURS
 
 @pytest.fixture(scope="module")
 def table():
-    """Which test noticed which saboteur."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.mutation", "--json"],
         cwd=Path(__file__).resolve().parents[2],

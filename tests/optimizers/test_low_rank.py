@@ -66,7 +66,6 @@ def step(model, optimizer, projectors, seed):
 
 
 def updated(model, **settings):
-    """Gives the layers their branches and makes one update; returns what it was made with."""
     projectors, optimizer = projectors_of(model), adam(model, **settings)
     updates = LowRankUpdates(model, optimizer)
     updates.set_projectors(projectors)
@@ -75,7 +74,6 @@ def updated(model, **settings):
 
 
 def exact(model, optimizer, projectors):
-    """Returns what the weights stand for, float32."""
     found = {}
     for name, weight in model.named_parameters():
         state, found[name] = optimizer.state[weight], weight.detach().float()

@@ -52,7 +52,6 @@ NAME = "roberta-classifier"
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub that the client takes for the real one; there is no other network."""
     with serve_as_the_hub(monkeypatch) as server:
         yield server
 
@@ -134,7 +133,6 @@ class Uploading(TrainerCallback):
 
 @pytest.fixture
 def losses(monkeypatch):
-    """The losses (B,) of every physical batch."""
     seen = []
     original = PrivateMechanism.accumulate
 
@@ -500,7 +498,6 @@ def test_what_a_base_is_called_is_decided_before_training(hub, monkeypatch, tmp_
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder that a run saved."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     trained(folder).save_model()
     return folder
@@ -508,7 +505,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def copy(saved, tmp_path):
-    """A copy of ``saved``, to be spoilt."""
     return Path(shutil.copytree(saved, tmp_path / "copy"))
 
 

@@ -56,7 +56,6 @@ def _of_sessions(folder, mechanism, sessions):
 
 
 def _blocks(found):
-    """Returns releases, sampling rate and sigma, as the rows of a card say."""
     sampling = re.fullmatch(r"poisson, rate q = (\S+)", found["Sampling"])
     if sampling is not None:
         own = f"{found['Releases']} releases at sampling rate {sampling[1]}"

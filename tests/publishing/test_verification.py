@@ -79,7 +79,6 @@ OTHERS = "other folders"
 
 
 def _saved(folder, mechanism=MECHANISM, steps=10, **start):
-    """A folder with weights, ledger and card, made without a trainer."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({"a": torch.zeros(3)}, folder / WEIGHTS)
     ledger = ledger_of(steps, mechanism, **start)
@@ -465,7 +464,6 @@ def _configure(folder, name="config.json", **entries):
 
 
 def _weights_of(folder):
-    """What a reader loads."""
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     return {name: value.clone() for name, value in model.state_dict().items()}
 

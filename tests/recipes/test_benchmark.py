@@ -111,8 +111,6 @@ def test_opacus_computes_the_clipped_sum_of_the_definition(model, mode):
 
 
 class Counter:
-    """A clock that goes on only when it is told to."""
-
     def __init__(self, monkeypatch, module):
         self.time = 0.0
         monkeypatch.setattr(module, "now", lambda device: (self.time, 2 * self.time))

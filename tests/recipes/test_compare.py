@@ -13,7 +13,6 @@ CONFIG = compare.CONFIG
 
 
 def small(path):
-    """Writes a configuration of two rows, a budget, two seeds and two steps."""
     config = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     config["arguments"] |= {"max_steps": 2, "expected_batch_size": 32, "accountant": "rdp"}
     config["final"] = {"epsilons": [8.0], "seeds": [1, 2]}

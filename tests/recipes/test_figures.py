@@ -8,7 +8,6 @@ from recipes.report.figures import FIGURES, RESULTS, drawn, state
 
 
 def lines(panel):
-    """What lies on the labelled lines of a panel."""
     found = {line.get_label(): line for line in panel.get_lines()}
     return {
         str(label): ([*map(float, line.get_xdata())], [*map(float, line.get_ydata())])

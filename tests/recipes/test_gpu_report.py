@@ -28,7 +28,6 @@ def _precision():
 
 
 def report(folder, *options):
-    """The exit status of a tiny report, and the rows that it has written."""
     words = ["--device=cpu", "--tiny", f"--output_dir={folder}", "--steps=1", *options]
     status = gpu_report.main(words)
     path = folder / "cpu.json"

@@ -15,7 +15,6 @@ WORDS = [*"the a Water water! ice 3-5 35 1,000 U.S. naïve".split(), "", "The  c
 
 
 def score(answer, *golds):
-    """The scores of one answer."""
     asked = {"id": "0", "answers": {"text": golds, "answer_start": [0] * len(golds)}}
     return metric("squad").compute(
         predictions=[{"id": "0", "prediction_text": answer}], references=[asked]

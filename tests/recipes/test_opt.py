@@ -40,7 +40,6 @@ SIZES = {"train": 5, "dev": 3, "test": 4}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with a tiny OPT and a tokenizer of bytes, and one with data for each task."""
     path = tmp_path_factory.mktemp("opt")
     save_model_and_questions(path)
     return path
@@ -198,7 +197,6 @@ def whole_rows(example):
 
 
 def by_hand(model, example):
-    """Returns the scores (O,) of one example, each row alone and without padding."""
     scores = []
     for row, length in whole_rows(example):
         ids = torch.tensor([row])

@@ -52,7 +52,6 @@ def singular_vectors(gradient, rank):
 
 
 def along(gradient, basis, update):
-    """Returns the update of the projected gradient, lifted."""
     if len(basis) == gradient.shape[1]:
         return update(gradient @ basis) @ basis.T
     return basis @ update(basis.T @ gradient)

@@ -23,14 +23,12 @@ SMALL = {
 
 
 def parse(output_dir, **options):
-    """The recipe's arguments for a run of seconds."""
     given = SMALL | {"output_dir": output_dir} | options
     return digits.parse([f"--{name}={value}" for name, value in given.items()])
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The folder and the results of one run of the digits recipe."""
     folder = tmp_path_factory.mktemp("digits")
     with torch.random.fork_rng(devices=[]):
         return folder, digits.main(parse(folder))

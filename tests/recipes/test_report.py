@@ -20,7 +20,6 @@ def results(tmp_path_factory):
 
 @pytest.fixture
 def page(results):
-    """A page of that repository."""
     path = results / "README.md"
     path.write_text("No table.\n")
     return path

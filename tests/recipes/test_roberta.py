@@ -74,7 +74,6 @@ def folder(tokenizer, tmp_path_factory):
 
 
 def tokens(tokenizer, task, *texts, max_length=None):
-    """The tokens of a prompt, with Ġ for the space before a word."""
     ids = prompt(TASKS[task], tokenizer, texts, max_length)
     return " ".join(tokenizer.convert_ids_to_tokens(ids))
 
@@ -191,7 +190,6 @@ def test_labels_are_matched_by_name_and_unlabelled_rows_omitted(monkeypatch):
 
 
 def write(path, rows):
-    """Writes a split of a data set."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -211,7 +209,6 @@ def test_labels_of_a_folder_are_the_numbers_of_the_hub(tmp_path):
 
 
 def batch_of(tokenizer):
-    """Three prompts of TREC and SST-2 with masks at different places, as a batch."""
     texts = (("TREC", "Who wrote it ?"), ("SST-2", "a film"), ("SST-2", "A great great dog runs"))
     examples = [
         {"input_ids": prompt(TASKS[task], tokenizer, [text]), "labels": i % 2}
@@ -221,7 +218,6 @@ def batch_of(tokenizer):
 
 
 def prompted(folder, tokenizer):
-    """The tiny model with the head of SST-2."""
     model = AutoModelForMaskedLM.from_pretrained(folder)
     return read_at_mask(model, label_words(TASKS["SST-2"], tokenizer))
 
@@ -289,7 +285,6 @@ def test_a_model_without_one_vocabulary_head_is_refused():
 
 @pytest.fixture
 def data(tmp_path):
-    """A folder with sentences that are easily told apart; validation is the test split."""
     words = {0: "bad", 1: "good"}
     rows = [{"sentence": f"{'a ' * (i % 7)}{words[i % 2]} film", "label": i % 2} for i in range(40)]
     write(tmp_path / "train.jsonl", rows)
@@ -298,7 +293,6 @@ def data(tmp_path):
 
 
 def words_of(folder, data, *others):
-    """The command line of a short run."""
     given = {
         **{"config": "ours", "task": "SST-2", "model_name_or_path": folder, "dataset_path": data},
         **{"k": 8, "expected_batch_size": 8, "per_device_train_batch_size": 8, "max_steps": 2},

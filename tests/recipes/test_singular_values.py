@@ -26,7 +26,6 @@ def images(tmp_path):
 
 
 def image_words(folder, data):
-    """A command line for a tiny spectrum of a Vision Transformer."""
     given = mnist.words(folder, data, noise_multiplier=None, max_steps=None)
     return ["--family=vit", *given, f"--spectrum_path={folder / 'spectrum.json'}", *GRID]
 

@@ -76,8 +76,6 @@ def run(folder, config=CONFIG, **preset):
 
 
 def strict(path):
-    """What a JSON file holds, if it is one: NaN and Infinity are no JSON."""
-
     def refuse(word):
         raise AssertionError(f"{word} in {path}")
 
@@ -172,7 +170,6 @@ def test_a_row_may_have_settings_of_search_and_task(tmp_path, runs, capsys):
 
 
 def with_grid(*rates):
-    """The sweep with another grid of learning rates."""
     rows = CONFIG["rows"] | {
         "DP-GRAPE": CONFIG["rows"]["DP-GRAPE"] | {"grid": {"learning_rate": [*rates]}}
     }

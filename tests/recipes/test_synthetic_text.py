@@ -46,7 +46,6 @@ def folder(tmp_path):
 
 
 def parse(folder, **options):
-    """Returns the arguments of a run of seconds."""
     given = {
         **{"model_name_or_path": folder / "model", "dataset_path": folder / "data"},
         **{"output_dir": folder / "out", "target_epsilon": 8.0},

@@ -21,7 +21,6 @@ PAPER = read_paper()
 
 
 def section(text, title):
-    """What is between a title and the next."""
     return text.split(title, 1)[1].split("\n#", 1)[0]
 
 

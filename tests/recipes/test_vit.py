@@ -29,7 +29,6 @@ PRESETS = sorted(path.stem.removeprefix("vit_") for path in CONFIGS.glob("vit_*.
 
 
 def assert_loaded(loaded, arrays):
-    """What was loaded is what the arrays hold, pixel by pixel."""
     assert loaded.keys() == arrays.keys()
     for split, (pixels, labels) in arrays.items():
         array = pixels[..., None] if pixels.ndim == 3 else pixels  # (N, H, W, C)
@@ -117,7 +116,6 @@ def test_damaged_files_are_refused(message, tmp_path):
 
 
 def one_image(rows):
-    """A grey example with the label 3."""
     return [{"pixel_values": torch.tensor([rows], dtype=torch.uint8), "labels": torch.tensor(3)}]
 
 
@@ -155,14 +153,12 @@ def test_colours_do_not_fit_one_channel():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Forty training and twenty test images, as files of MNIST."""
     folder = tmp_path_factory.mktemp("mnist")
     write_mnist(folder, both_splits((8, 8), counts=(40, 20)))
     return folder
 
 
 def run(folder, data, **changes):
-    """The result of a run."""
     return main(vit.FAMILY, words(folder, data, **changes))
 
 

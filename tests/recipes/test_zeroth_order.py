@@ -59,7 +59,6 @@ def tensors_of(model, step, count=1):
 
 
 def drawn(directions, weight, step, number=0):
-    """Returns one direction of one weight, put together from its blocks."""
     z = torch.full(weight.shape, math.nan)
     one_hot = [float(k == number) for k in range(directions.count)]
     for rows, block in directions.combined(weight, step, one_hot):
@@ -68,7 +67,6 @@ def drawn(directions, weight, step, number=0):
 
 
 def losses_at(model, inputs, z, distance, loss):
-    """Returns the losses (B,) of a copy of the model that is moved, one sample at a time."""
     moved = copy.deepcopy(model).eval()
     loss = loss or loss_for(moved)
     batch_size = len(next(iter(inputs.values())))
@@ -274,7 +272,6 @@ def test_a_parameter_that_no_operation_reads_is_refused():
 
 
 def taken(step, given):
-    """Returns the most bytes that a step has at one time, beside what is given."""
     timeline = Timeline()
     timeline.label(WEIGHTS, given)
     timeline.phase = FORWARD

@@ -9,5 +9,4 @@ def rows(card):
 
 
 def section(card, title):
-    """Returns what stands under a heading; empty if there is none of that title."""
     return next((p for p in card.split("\n## ") if p.startswith(f"{title}\n")), "")

@@ -15,7 +15,6 @@ def tokenizer(side="right"):
 
 
 def longest_first(examples):
-    """Stretches every row to the longest of the batch."""
     longest = max(len(e["input_ids"]) for e in examples)
     rows = [
         [x for x in e["input_ids"] for _ in range(longest // len(e["input_ids"]))] for e in examples

@@ -11,7 +11,6 @@ SETTINGS = {"seed": 13, "max_grad_norm": 0.5, "learning_rate": 1e-4}
 
 
 def made_up(score, curve=(), **settings):
-    """A result with a test score: what tables read of it."""
     return {
         "metrics": {"dev": {"accuracy": score - 1}, "test": {"accuracy": score}},
         **{"curve": curve, "settings": SETTINGS | settings, "device": "cpu", "notes": []},

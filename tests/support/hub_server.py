@@ -33,8 +33,6 @@ _API = r"/api/models/(?P<repo>[^/]+/[^/]+)"
 
 @dataclass
 class Request:
-    """What the client sent."""
-
     path: str
     headers: str
     body: bytes
@@ -93,17 +91,14 @@ class Hub:
         self.hold.set()
 
     def add(self, repo, files, branch="main"):
-        """Puts files there that somebody else published."""
         made = self.repos.setdefault(repo, Repo(False, {}))
         before = made.branches.setdefault(branch, [Commit("initial commit", {})])
         before.append(Commit("by hand", before[-1].files | files))
 
     def files(self, repo, branch="main"):
-        """Returns what a visitor sees."""
         return self.repos[repo].branches[branch][-1].files
 
     def messages(self, repo, branch="main"):
-        """Returns the messages of the commits but the initial one."""
         return [commit.message for commit in self.repos[repo].branches[branch][1:]]
 
     def sent(self):

@@ -36,7 +36,6 @@ def write_idx(path, array):
 
 
 def write_mnist(folder, arrays, ending=".gz"):
-    """Writes the four files of MNIST."""
     for split, name in (("train", "train"), ("test", "t10k")):
         pixels, labels = arrays[split]
         write_idx(folder / f"{name}-images-idx3-ubyte{ending}", pixels)

@@ -26,7 +26,6 @@ OF_THE_TRAINER = {"training_args.bin", "trainer_state.json", f".{LEDGER_NAME}.lo
 
 
 def ledger_of(steps, mechanism=MECHANISM, **start):
-    """Returns the ledger of a run with so many releases."""
     ledger = Ledger.start(mechanism, **start)
     if steps:
         ledger.record(steps)
@@ -48,7 +47,6 @@ def content_of(path):
 
 
 def edit(path, change):
-    """Changes the content of a file, and leaves the digests."""
     content = content_of(path)
     change(content)
     entries = content.pop("entries")

@@ -75,7 +75,6 @@ def make_private(
 
 
 def released(engine, batches, projectors=None):
-    """Returns the release of one logical batch, given its physical batches."""
     engine.begin(projectors or {})
     for batch in batches:
         engine.accumulate(batch)

@@ -107,7 +107,6 @@ class Moments:
         self.step = 0
 
     def update(self, gradient):
-        """Returns what is taken off the weight."""
         self.step += 1
         self.first = 0.9 * self.first + 0.1 * gradient
         self.second = 0.999 * self.second + 0.001 * gradient**2

@@ -35,8 +35,6 @@ def row(name):
 
 @dataclass(frozen=True)
 class Case:
-    """A row with two layers, by a short name."""
-
     name: str
     row: Row
     positions: int = 9  # T, for models that fix it
@@ -70,7 +68,6 @@ def only(name):
 
 
 def without_dropout(model):
-    """Returns the model, whose dropout layers pass on all they are given."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

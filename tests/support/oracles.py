@@ -23,7 +23,6 @@ def single_sample_gradients(model, inputs, projectors=None, loss=None):
 
 
 def relative_error(found, expected):
-    """Returns the largest relative error of one sample's gradient of one parameter."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, gradient in expected.items():
         assert found[name].shape == gradient.shape, (name, found[name].shape, gradient.shape)

@@ -12,7 +12,6 @@ bart = row("BART, seq2seq LM").model
 
 
 def sentences(num_samples=24, seed=0):
-    """Returns sentences of four words to be repeated."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_WORD, VOCABULARY, (num_samples, 4), generator=generator)
     ids = functional.pad(ids, (0, 1), value=END)
@@ -21,7 +20,6 @@ def sentences(num_samples=24, seed=0):
 
 
 def seq2seq(output_dir, **changes):
-    """Returns a trainer of a tiny BART on ``sentences``."""
     settings = {"model": bart(), "train_dataset": sentences()}
     cls, arguments = DPGrapeSeq2SeqTrainer, DPGrapeSeq2SeqTrainingArguments
     return make_trainer(output_dir, cls=cls, arguments=arguments, **settings | changes)

@@ -18,7 +18,6 @@ CHAT = (
 
 
 def tokenizer():
-    """Returns a tokenizer of whole words, with a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
@@ -71,7 +70,6 @@ def send_nothing(monkeypatch):
 
 
 def sft(output_dir, **changes):
-    """Returns a trainer of a tiny Llama on ``prompts``."""
     from dp_grape_hf import DPGrapeSFTConfig, DPGrapeSFTTrainer  # they need TRL, an optional extra
 
     settings = {
@@ -85,7 +83,6 @@ def sft(output_dir, **changes):
 
 
 def pairs(num_pairs=12, seed=0, **columns):
-    """Returns prompts with two answers of different lengths."""
     chosen, rejected = (prompts(num_pairs + s, seed=seed + s).to_list() for s in (0, 1))
     rows = [
         {"prompt": a["prompt"], "chosen": a["completion"], "rejected": b["completion"]}
@@ -107,7 +104,6 @@ def policy(kind, seed=0):
 
 
 def on_pairs(kind, output_dir, **changes):
-    """Returns a trainer of a tiny Llama on ``pairs``: ``dpo`` or ``reward``."""
     from dp_grape_hf import DPGrapeDPOTrainer, DPGrapeRewardTrainer  # they need TRL
 
     cls = {"dpo": DPGrapeDPOTrainer, "reward": DPGrapeRewardTrainer}[kind]

@@ -118,7 +118,6 @@ the method says otherwise, and P of DP-GRAPE is Gaussian: it needs no inputs."""
 
 
 def make_args(output_dir, arguments=None, chooses=False, **changes):
-    """Returns arguments of a class, with ``DEFAULTS``, or epsilon 8 alone, and changes."""
     settings = {"output_dir": str(output_dir)} | (QUIET if chooses else DEFAULTS)
     if chooses:
         return DPGrapeTrainingArguments(**settings | {"eps": 8.0} | changes)
@@ -154,7 +153,6 @@ def make_trainer(
 
 
 def trained_in(folder, **changes):
-    """Returns the trainer of ``make_trainer`` after it has trained."""
     trainer = make_trainer(folder, **changes)
     trainer.train()
     return trainer
@@ -181,8 +179,6 @@ def no_loss(outputs, labels, num_items_in_batch=None):
 
 
 class RecordingTrainer(DPGrapeTrainer):
-    """Remembers which examples each update was made from."""
-
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.draws = []
@@ -206,7 +202,6 @@ class Watch(TrainerCallback):
             setattr(self, f"on_{name}", lambda *_, name=name, **__: self.events.append(name))
 
     def keep(self, model):
-        """Keeps the weights of now."""
         self.weights.append(weights_of(model))
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -239,8 +234,6 @@ def assert_turns(draws, bands):
 
 
 class Releases(Observer):
-    """Keeps a copy of every release."""
-
     def __init__(self):
         self.releases = []
 

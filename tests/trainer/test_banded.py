@@ -152,8 +152,6 @@ def test_rates_are_chosen_for_what_is_left(tmp_path):
 
 
 class WideForSequenceClassification(TinyForSequenceClassification):
-    """The tiny one with 5,000 numbers."""
-
     def __init__(self):
         super().__init__()
         self.body = nn.Linear(FEATURES, 500)

@@ -18,7 +18,6 @@ WEIGHTS = ("fresh", "pretrained")
 
 
 def choices_of(trainer):
-    """Returns all that was chosen, as the parts of the run have it."""
     rates = {}
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     for group in trainer.optimizer.param_groups:

@@ -31,8 +31,6 @@ RESUMED = SAVING | {"save_strategy": "no"}
 
 
 class At(TrainerCallback):
-    """Does something at the beginning of one step, counted from 1."""
-
     def __init__(self, step, action):
         self.step, self.action = step, action
 

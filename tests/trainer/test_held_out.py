@@ -19,7 +19,6 @@ ARGS = make_args("unused")
 
 
 def shared(training_data, dataset):
-    """Returns which rows of a data set are training rows."""
     return [int(row) for row in TrainingRows(training_data, ARGS).shared_with(dataset, "eval")]
 
 

@@ -64,8 +64,6 @@ def test_unknown_keys_are_dropped_from_logs_with_one_warning(caplog, tmp_path):
 
 
 class _Asks(TrainerCallback):
-    """Reads the loss of each log, as callbacks that show it do."""
-
     def __init__(self):
         self.read = []
 

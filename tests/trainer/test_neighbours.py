@@ -203,7 +203,6 @@ IN_FOURS = {"padding that nothing masks", "labels of tokens, padded", "mixed by 
 
 
 def released(case, data, folder, monkeypatch, **settings):
-    """Returns the last release of a run without noise, of all of the data, times its divisor."""
     releases = spy_releases(monkeypatch)
     size = len(case.data) + 1
     torch.manual_seed(5)

@@ -67,7 +67,6 @@ def functions(module):
 
 
 def methods(version, module="trainer.py", cls="Trainer"):
-    """Name -> method of a class."""
     found = functions(modules(version)[module])
     return {name.partition(".")[2]: node for name, node in found if name.startswith(f"{cls}.")}
 

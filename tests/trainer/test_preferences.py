@@ -31,7 +31,6 @@ def batch_of(trainer, rows=(0, 1, 2, 5)):
 
 
 def one_by_one(trainer, batch):
-    """The loss of TRL for each pair alone, and its gradient by autograd."""
     model, losses = trainer.model, []
     found = {n: [] for n in trainer.private_run.trainable}
     for i in range(len(batch["input_ids"])):

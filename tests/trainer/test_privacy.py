@@ -128,7 +128,6 @@ def test_the_arguments_seed_changes_neither_sampling_nor_noise(tmp_path):
 
 
 def _walk(value):
-    """Returns everything inside a value that was loaded from a checkpoint."""
     found = [value]
     if isinstance(value, dict):
         inner = [*value.keys(), *value.values()]

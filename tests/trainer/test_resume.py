@@ -33,7 +33,6 @@ def _stop_and_resume(folder, stop_at=3, **settings):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run that stopped after three steps and its checkpoint; ``folder`` is a copy."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     make_trainer(folder, callbacks=[Watch(stop_at=3)], **SAVING).train()
     return folder

@@ -27,7 +27,6 @@ from tests.support.trainers import (
 
 
 def small(name, **changes):
-    """A model of one layer, and examples for it."""
     return only(name).model(num_hidden_layers=1, **changes), examples_of(name)
 
 

@@ -29,7 +29,6 @@ OWNED = {
 
 
 def _run(folder, **settings):
-    """Returns a trainer after training with known coins and noise, and what was seen of it."""
     watch = Watch()
     settings = {"train_dataset": owned(), "known_streams": Streams.seeded()} | settings
     trainer = trained_in(folder, callbacks=[watch], **OWNED | settings)

@@ -19,7 +19,6 @@ from tests.tutorial.notebooks import NOTEBOOKS, PICTURES, execute, load, picture
 
 
 def main(argv=None):
-    """Runs all notebooks, or one."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     numbers = [int(path.name[0]) for path in NOTEBOOKS]
     parser.add_argument("--only", type=int, choices=numbers, help="the notebook of this number")

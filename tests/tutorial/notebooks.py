@@ -17,7 +17,6 @@ _PATIENCE = 600  # seconds for a cell, on a machine that is busy
 
 
 def load(path):
-    """Returns a notebook as it is in its file."""
     return nbformat.read(path, as_version=4)
 
 
@@ -43,7 +42,6 @@ def execute(notebook, folder):
 
 
 def code_cells(notebook):
-    """Returns the cells that are run."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
@@ -62,13 +60,11 @@ def _tidied(outputs):
 
 
 def found(notebook):
-    """Returns what a notebook found: the value of its last cell, a dictionary of numbers."""
     (output,) = code_cells(notebook)[-1].outputs
     return ast.literal_eval(output.data["text/plain"])
 
 
 def text_of(notebook):
-    """Returns what a notebook prints."""
     outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
     return "".join(output.text for output in outputs if output.output_type == "stream")
 

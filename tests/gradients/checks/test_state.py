@@ -22,8 +22,6 @@ from tests.support.models import only
 
 
 class Keeping:
-    """Does something with what it keeps, or with itself, whenever it is called."""
-
     def __init__(self, kept=(), keep=lambda *_: None):
         self.kept, self._keep = kept, keep
 

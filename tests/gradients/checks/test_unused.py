@@ -69,8 +69,6 @@ def ids(*tokens):
 
 
 class Branching(nn.Module):
-    """Chooses by the tokens what it runs."""
-
     def __init__(self, how):
         super().__init__()
         self.how = how

@@ -294,8 +294,6 @@ USES = {
 
 
 class ToyForCausalLM(nn.Module):
-    """Makes any use of its output embeddings."""
-
     def __init__(self, use):
         super().__init__()
         self.table, self.out, self.use = nn.Embedding(9, 4), nn.Linear(4, 9), USES[use]

@@ -33,8 +33,6 @@ WEIGHTS = torch.tensor([1.0, 5.0, 0.2])
 
 
 class Squared(DPGrapeTrainer):
-    """Another loss than the model's, as documented for ``Trainer``."""
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         labels = inputs.pop("labels")
         outputs = model(**inputs)

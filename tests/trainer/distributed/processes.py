@@ -81,7 +81,6 @@ def fork(processes, main, *args):
 
 
 def seen(folder, processes, scenarios):
-    """Returns what each process saw, by scenario."""
     return [
         {
             scenario.__name__: torch.load(
@@ -94,7 +93,6 @@ def seen(folder, processes, scenarios):
 
 
 def results(ranks, scenario):
-    """Returns what a scenario gave in each process; none may have failed."""
     for outcome in (rank[scenario] for rank in ranks):
         assert "error" not in outcome, outcome["trace"]
     return [rank[scenario]["result"] for rank in ranks]

@@ -133,7 +133,6 @@ def equal(name, folder):
 
 
 def named(function, name):
-    """Returns the scenario that is one run of several."""
     scenario = partial(function, name)
     scenario.__name__ = name
     return scenario
@@ -185,7 +184,6 @@ def save(folder):
 
 
 def resume(folder):
-    """Goes on from the checkpoint of one process."""
     state = torch.load(folder / "noise.pt")
     with refusing_files():
         return trained(folder / "saved-1-for-2", resume=True, stream=state, **SAVED)

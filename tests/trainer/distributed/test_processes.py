@@ -77,7 +77,6 @@ def two(folder, one):
 
 
 def refusals(ranks, scenario):
-    """Returns the error of each process; all must have failed, and soon."""
     for outcome in (rank[scenario] for rank in ranks):
         assert "error" in outcome, outcome
         assert outcome["seconds"] < WAITING

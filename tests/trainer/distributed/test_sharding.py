@@ -50,7 +50,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(folder):
-    """What one process with whole weights does."""
     names = [*IN_TWO, "llama, uneven"]
     found = {name: trained(folder / f"{name}-1", name, sharded=False) for name in names}
     noise = {}
