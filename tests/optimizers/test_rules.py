@@ -193,26 +193,6 @@ def test_small_updates_of_bfloat16_weights_are_not_lost(rule):
     assert float(weight.detach().float().mean()) == pytest.approx(0.9, abs=0.01)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rule", SETTINGS)
-def test_a_saved_state_continues_like_an_uninterrupted_one(rule, dtype):
-    """Saved within a period; P is another object then."""
-    weights = parameters(dtype)
-    settings = SETTINGS[rule] | {"weight_decay": 0.1}
-    optimizer = ProjectedOptimizer(weights.values(), 0.1, rule=rule, **settings)
-    for number in range(EVERY + 1):
-        step(optimizer, weights, number, draw(number // EVERY))
-    copies = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
-    resumed = ProjectedOptimizer(copies.values(), 1.0, rule=rule, **settings)
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    assert resumed.param_groups[0]["lr"] == 0.1
-    for number in range(EVERY + 1, 3 * EVERY):
-        step(optimizer, weights, number, draw(number // EVERY))
-        step(resumed, copies, number, draw(number // EVERY))
-        for name, weight in weights.items():
-            assert torch.equal(copies[name], weight), name
-
-
 def test_the_state_of_another_rule_is_refused():
     weights = parameters()
     for saved, resumed in itertools.permutations(SETTINGS, 2):

@@ -130,18 +130,6 @@ def test_another_loss_trains_each_sample_and_evaluates(loss, tmp_path):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
 
 
-def test_columns_that_the_model_does_not_take_are_dropped(tmp_path):
-    rows = [
-        {"x": e["x"].tolist(), "labels": int(e["labels"]), "text": "never a tensor"}
-        for e in points(29).examples
-    ]
-    dataset = datasets.Dataset.from_list(rows)
-    held = dataset.select(range(24, 29))
-    trainer = trained_in(tmp_path, train_dataset=dataset.select(range(24)), eval_dataset=held)
-    assert trainer.state.global_step == 4
-    assert "eval_loss" in trainer.evaluate()
-
-
 def test_callbacks_see_every_step_once_and_no_gradient(tmp_path):
     """Parameters have none that a callback could read or log."""
 
@@ -195,15 +183,6 @@ def test_early_stopping_on_public_data_accounts_for_the_steps_done(tmp_path):
     spent = trainer.privacy_spent()
     assert trainer.state.global_step == trainer.ledger.steps == spent.steps == 2
     assert repr(spent) == f"PrivacySpent(epsilon={spent.epsilon}, delta={spent.delta}, steps=2)"
-
-
-def test_all_parameters_are_trained_and_tied_weights_stay_tied(tmp_path):
-    model, examples = small("opt")
-    watch, settings = Watch(), {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trained_in(tmp_path, model=model, train_dataset=examples, callbacks=[watch], **settings)
-    assert all(move.any() for move in watch.moves()[0].values())
-    loaded = type(model).from_pretrained(tmp_path / "checkpoint-2")
-    assert_same_weights(weights_of(loaded), weights_of(model))
 
 
 def test_checkpoints_are_rotated_and_complete(tmp_path):
