@@ -28,10 +28,8 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -123,7 +121,6 @@ def transcript_of(text):
 
 VOCABULARY = len(SPECIAL) + len(WORDS)
 SMALL = {"num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
-Prelude = Callable[[], dict[str, Any]]
 
 
 def classifier():

@@ -28,7 +28,6 @@ VALID = {
     "accountant": "pld",
     "adjacency": REPLACE_ONE,
 }
-Point = tuple[float, float]
 
 
 def densities(z, shift, sigma, q):

@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import fields
 from importlib.metadata import version
 
@@ -28,9 +27,6 @@ from dp_grape_hf.tables import WIDTH, table
 
 PLAN = "calibrate --num_samples 1000 --expected_batch_size 100 --max_steps 50 --delta 1e-5"
 RDP = f"{PLAN} --accountant rdp"
-
-
-Command = Callable[[str], str]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ together do so in less than one of a million runs. Checks are tried on broken sa
 
 import math
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ both = pytest.mark.parametrize("secure", [False, True], ids=["default", "secure"
 secure_is_slow = pytest.mark.parametrize(
     "secure", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["default", "secure"]
 )
-Array = np.ndarray[Any, Any]
 
 
 def noise_of(size, secure, std=1.0):

@@ -13,7 +13,6 @@ import logging
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,8 +31,6 @@ RECORD = Path(__file__).with_name("same_release.json")
 # Of a tensor's norm. In float32, with other vector instructions or threads, releases were off by
 # less than 3e-6, and five updates, which may cancel, by less than 8e-6.
 RELEASE, UPDATE = 1e-5, 5e-5
-
-Numbers = dict[str, Any]
 
 
 SETTINGS = {

@@ -1,9 +1,7 @@
 import itertools
 import math
 import pickle
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import datasets
 import pytest
@@ -184,9 +182,6 @@ def _transformed():
 
 def _subset():
     return Subset(_transformed(), range(_SIZE))
-
-
-MakeDataset = Callable[[], Any]
 
 
 @pytest.mark.parametrize(

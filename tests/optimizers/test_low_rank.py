@@ -1,7 +1,6 @@
 """Separately stored updates: the model computes with ``W + lift(Z)``, and a merge loses nothing."""
 
 import copy
-from collections.abc import Mapping
 
 import pytest
 import torch
@@ -12,14 +11,13 @@ from transformers.pytorch_utils import Conv1D
 from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import functions, make_engine
 from dp_grape_hf.optimizers import LowRankUpdates, ProjectedAdam, projected as optimizer_module
-from dp_grape_hf.projections import ProjectionSchedule, Projector
+from dp_grape_hf.projections import ProjectionSchedule
 from recipes.benchmark.kernels import Kernels
 from tests.models.matrix import projectors_for
 from tests.support.models import only
 from tests.support.optimizers import saved_and_loaded
 from tests.support.oracles import Largest, assert_gradients_equal, single_sample_gradients
 
-Projectors = Mapping[str, Projector]
 RANK = 4
 SEEDS = 50
 

@@ -181,7 +181,6 @@ def _in_the_ledger(change, by=edit):
     return lambda folder: by(folder / LEDGER_NAME, lambda content: change(content["entries"]))
 
 
-SIGMA = "noise_multiplier"
 CARD = {"card: statement"}
 EPSILON = r"5\.999"
 BY_BOTH = {"epsilon by prv", "epsilon by pld"}

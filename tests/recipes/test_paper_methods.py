@@ -41,7 +41,8 @@ from tests.support.trainers import (
 )
 
 ROWS = zeroth_order.ROWS | released.ROWS | whole_batch.ROWS
-PRIVATE = [name for name, row in ROWS.items() if row.private]
+
+
 NOT_PRIVATE = [name for name, row in ROWS.items() if not row.private]
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, fields
 from functools import reduce
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -35,9 +34,6 @@ class Html:
         for tag in soup.find_all(["code", "pre", "script", "style"]):
             tag.extract()
         self.prose = soup.get_text()
-
-
-Site = tuple[Path, dict[Path, Html]]
 
 
 @pytest.fixture(scope="module")

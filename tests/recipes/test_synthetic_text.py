@@ -22,7 +22,6 @@ pytest.importorskip("trl", reason="TRL is an optional extra")
 from recipes.synthetic_text import evaluation, pipeline
 
 LABELS = ["w0", "w1"]
-SECRET = "w23"  # in private texts alone
 
 
 def write_lines(path, rows):

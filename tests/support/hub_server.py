@@ -15,14 +15,11 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import huggingface_hub
 import yaml
 from huggingface_hub import constants
 from huggingface_hub.utils import _http
-
-Answer = tuple[int, Any, dict[str, str]]  # status, content, headers
 
 HTTP = sys.modules[type(_http.default_client_factory()).__module__.partition(".")[0]]
 """The HTTP library of the client: httpx, or its successor."""

@@ -3,10 +3,7 @@
 Shapes: N examples, B samples in a batch, m x n a weight.
 """
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 from transformers import Trainer, TrainingArguments
 
 from dp_grape_hf.mechanism import Streams
@@ -30,9 +27,6 @@ PRIVATE = tuple(name for name, row in METHODS.items() if row.private)
 
 PLAIN = {"per_device_train_batch_size": 24}
 """Arguments of a run that is not private, on all of ``points`` at every step."""
-
-Weights = dict[str, Tensor]
-Update = Callable[[int, Weights], Weights]
 
 
 def run(folder, method, **changes):

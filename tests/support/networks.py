@@ -3,8 +3,6 @@
 Shapes: B samples in a batch.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -12,7 +10,6 @@ from torch.nn import functional
 from tests.support.models import only
 
 B = 6
-Build = Callable[[], nn.Module]
 
 
 class Stack(nn.Module):

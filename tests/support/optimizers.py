@@ -11,8 +11,6 @@ from dp_grape_hf.projections import Projector, Side
 SHAPES = {"left": (8, 20), "right": (20, 8), "square": (8, 8), "vector": (7,), "number": ()}
 SIDES = {"left": Side.LEFT, "right": Side.RIGHT, "square": Side.RIGHT}
 RANK = 3
-Parameters = dict[str, nn.Parameter]
-Draw = dict[str, Projector]
 
 
 def parameters(dtype=torch.float32):

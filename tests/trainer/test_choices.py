@@ -1,9 +1,7 @@
 """A resumed run reads from its checkpoint what the run chose at its start."""
 
 import shutil
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 from transformers import BertForSequenceClassification
@@ -27,9 +25,6 @@ def choices_of(trainer):
     rule = trainer.args.update_rule
     own, schedule = trainer.plan, trainer.args.lr_scheduler_type
     return trained, rates, rule, trainer.private_run.ranks, schedule, own.mechanism, own.steps
-
-
-Begin = Callable[[str], Any]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback, set_seed
 
 from dp_grape_hf import DPGrapeTrainer, PrivacyError
@@ -24,8 +24,6 @@ from tests.support.trainers import (
     spy_releases,
     trained_in,
 )
-
-Batch = dict[str, Tensor]
 
 
 def bert(**changes):

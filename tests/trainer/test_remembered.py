@@ -3,10 +3,8 @@
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,6 @@ from dp_grape_hf.trainer import chosen, remembered, run
 from dp_grape_hf.trainer.remembered import remembering, reused_or_made
 from tests.support.choosing import model_of, saving_trainer_of, trainer_of
 from tests.support.ledgers import ledger_of
-
-Changed = Callable[[Any, dict[str, Any]], Any]
 
 
 @pytest.fixture(autouse=True)

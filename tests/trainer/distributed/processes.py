@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,8 +15,6 @@ from tests.support.trainers import assert_same_weights
 ROOT = Path(__file__).resolve().parents[3]
 TOLERANCE = {"atol": 2e-6, "rtol": 1e-5}  # sums of float32 in another order, through Adam
 WAITING = 30.0  # seconds; a process that waits for one that failed does so for half an hour
-
-Outcome = dict[str, Any]
 
 
 def free_port():

@@ -12,11 +12,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -263,7 +261,6 @@ def other_arguments(folder):
     make_trainer(folder / "other-arguments", max_grad_norm=1.0 + dist.get_rank()).train()
 
 
-Scenarios = list[Callable[[Path], Any]]
 SCENARIOS = [
     *(named(equal, name) for name in EQUAL),
     *(every_method, initial, private_bytes),
