@@ -50,7 +50,6 @@ def test_release_weights_after_a_redraw_are_separate():
 
 
 def test_noise_is_that_of_the_inverse_matrix():
-    """Of one release, of all, and what is left of it in the weights."""
     weights = release_weights(_linear(20), 0.9, period=7)
     column = np.pad(COEFFICIENTS, (0, 20 - len(COEFFICIENTS)))
     inverse = np.linalg.inv(np.tril(toeplitz(column)))
@@ -156,7 +155,6 @@ def test_what_has_no_analysis_is_refused(changed, words):
     ],
 )
 def test_bands_gain_what_they_can(size, batch, steps, epsilon, most):
-    """Within the budget, and by as much as a local search by hand had found."""
     rates = _linear(steps)
     weights = release_weights(rates, 0.9)
     budget = {"target_epsilon": epsilon, "target_delta": 1e-5, "sample_rate": batch / size}

@@ -418,7 +418,6 @@ def test_token_counts_are_allowed_without_noise():
     "kwargs", [None, {"every_n_layers": 2}, '{"use_reentrant": false}'], ids=str
 )
 def test_checkpointing_is_never_reentrant(kwargs):
-    """Other settings of it are kept."""
     kept = dict(kwargs) if isinstance(kwargs, dict) else {}
     args = make(activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
     with pytest.warns(FutureWarning, match="gradient_checkpointing"):

@@ -78,7 +78,6 @@ def test_dp_grape_with_the_identity_is_dp_adam(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_dp_adam_is_opacus(tmp_path, monkeypatch):
-    """Same batches, same noise: per-sample gradients, clipping, sum, noise and Adam of Opacus."""
     optimizers = pytest.importorskip("opacus.optimizers.optimizer")
     from opacus.grad_sample import GradSampleModule
 

@@ -58,7 +58,6 @@ def neighbours(outputs, labels):
     ],
 )
 def test_a_model_or_a_loss_that_mixes_samples_is_refused(between, loss):
-    """In training mode, and without a gradient of what is mixed, as well."""
     torch.manual_seed(0)
     model = small(between)
     inputs = {"x": torch.randn(1, 4) * torch.tensor([1.0, 50.0, 1.0, 1.0])[:, None]}

@@ -29,7 +29,6 @@ def released(per_sample, batches, projectors=None, bound=0.5):
     ("name", "rank"), [*((name, 4) for name in MODELS), ("stack", None), ("under vmap", None)]
 )
 def test_every_mode_releases_what_the_definition_says(name, rank):
-    """Half of the samples are clipped; the batch is split, unevenly, into physical batches."""
     torch.manual_seed(0)
     model, inputs, loss = MODELS[name]()
     projectors = projectors_for(model, rank)

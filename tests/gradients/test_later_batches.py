@@ -49,7 +49,6 @@ def unpads(m, x, mask):
 
 
 def test_equal_lengths_at_first_do_not_vouch_for_later_batches(caplog):
-    """From then on the whole model runs for one sample after another."""
     engine = LayerwiseEngine(classifier(unpads, layer=nn.Linear(WIDTH, WIDTH)), cross_entropy)
     check(engine, texts(12, 12, positions=12))
     assert not caplog.text

@@ -36,8 +36,6 @@ def test_reentrant_checkpointing_is_an_error_and_not_a_wrong_gradient():
 
 
 def test_a_checkpointed_block_may_run_twice():
-    """Also in evaluation mode."""
-
     def compute(m, x):
         hidden = m.table(x)
         for _ in range(2):

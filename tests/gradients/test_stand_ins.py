@@ -209,7 +209,6 @@ def samples(dtype=torch.float32, count=B):
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_derivative_is_that_of_autograd(name, engine):
-    """Also for as many samples as positions."""
     compute, parts, weight = MODULES[name]
     for sides in on_each_side(weight):
         module = made(lambda: Function(compute, **parts()))

@@ -218,7 +218,6 @@ def test_a_look_up_that_fails_is_no_answer(name, hub, tmp_path, monkeypatch):
 
 
 def test_offline_the_cache_knows_that_a_commit_lacks_a_ledger(hub, tmp_path, monkeypatch):
-    """It knows of the commit that somebody looked at, and of no other."""
     hub.add("user/model", {"config.json": b"{}"})
     commit = hub.repos["user/model"].branches["main"][-1].oid
     model = _OfHub()

@@ -108,7 +108,6 @@ def rows_of(batches):
 
 @each_collator
 def test_a_row_does_not_notice_who_else_is_drawn(name):
-    """Neither the longest, nor the first, nor how many there are."""
     collator, make = COLLATORS[name]
     collate = LogicalBatchCollator(collator, 3)
     examples = [make(length, i) for i, length in enumerate(LENGTHS)]

@@ -185,7 +185,6 @@ def test_torch_has_no_other_way_to_ask_for_the_state():
 
 
 def test_loaders_and_distributions_never_read_a_secret_generators_state():
-    """Data loaders, samplers and torch's own distributions."""
     generator = secret_generator()
     data = list(range(8))
     loader = DataLoader(data, batch_size=2, shuffle=True, generator=generator, num_workers=1)
@@ -199,7 +198,6 @@ SHAPES = [(3,), (200_000,), (40, 50), (), (0, 7), (500, 1000), (17,), (70_001,)]
 
 
 def test_plain_generators_draw_noise_sequentially_whatever_the_thread_count(monkeypatch):
-    """Whatever the number of threads: a test that passes a generator gets the same release."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     values = [torch.randn(shape) for shape in SHAPES]
     generator = torch.Generator().manual_seed(4)

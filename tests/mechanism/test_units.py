@@ -55,7 +55,6 @@ def _frozen(rows):
     ],
 )
 def test_equal_values_are_one_unit(dataset):
-    """Whatever holds them: two tensors of one number are not equal by themselves."""
     units = read_units(dataset, "user")
     assert [units.examples(unit).tolist() for unit in range(len(units))] == [
         [0, 3, 6],
@@ -220,7 +219,6 @@ def _of_units(name, **settings):
     ],
 )
 def test_a_units_gradient_is_the_sum_of_its_examples(name, engine, rank, most, monkeypatch):
-    """Norms and weighted sums of every form, against autograd on one example at a time."""
     monkeypatch.setattr(flat, "MOST", most)
     model, batch = _of_units(name, num_hidden_layers=1)
     projectors = projectors_for(model, rank)

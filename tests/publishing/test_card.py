@@ -233,7 +233,6 @@ def test_what_is_unusual_has_its_words(changes, row, cell):
 
 
 def test_gradient_factors_are_given_where_there_are_any(tmp_path, capsys):
-    """On the card, and by ``dp-grape ledger``."""
     for factors, said in ((None, None), ('{"head": 4.0}', '{"head": 4.0}, before the clip')):
         one = ledger(gradient_factors=factors)
         assert rows(render(one)).get("Gradient factors") == said

@@ -509,7 +509,6 @@ def copy(saved, tmp_path):
 
 
 def test_a_folder_changed_after_saving_is_not_sent(hub, copy, tmp_path):
-    """Whoever changed it: weights, a config, the ledger, a file too many or too few."""
     weights = load((copy / "model.safetensors").read_bytes())
     moved = {name: tensor + 1 for name, tensor in weights.items()}
     spoilt = {
@@ -538,7 +537,6 @@ def test_a_folder_changed_after_saving_is_not_sent(hub, copy, tmp_path):
 
 
 def test_places_are_taken_out_of_configs_and_nothing_else_is():
-    """However they are written, and at any depth."""
     places = {
         "_name_or_path": "/data/patients/model",
         "tokenizer_file": "../secret/tokenizer.json",

@@ -24,7 +24,6 @@ def test_nothing_is_saved_without_a_ledger(tmp_path):
 
 
 def test_what_was_saved_stays_until_all_is_written(monkeypatch, tmp_path):
-    """And what a loader would take beside what is new goes."""
     model = nn.Linear(2, 2)
     publisher = Publisher(ledger := Ledger.start(MECHANISM), tmp_path, model)
     publisher.save(0)

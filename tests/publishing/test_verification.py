@@ -265,7 +265,6 @@ def test_a_part_of_the_weights_that_is_missing_is_found(tmp_path):
 
 
 def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path):
-    """Though it may be named elsewhere."""
     ledger = _saved(tmp_path, reason="ε = 3 was asked for, trained with delta = 0.1")
     base, tags = "a/differential-privacy-bert", ("no-differential-privacy",)
     honest = render(ledger, CardDetails(base_model=base, tags=tags))
@@ -280,7 +279,6 @@ def test_a_card_claiming_privacy_of_a_run_without_is_reported(tmp_path):
 
 
 def test_the_rest_of_a_card_is_its_authors(run):
-    """Also where it says something else of epsilon: that is not read."""
     card = run / CARD_NAME
     text = card.read_text(encoding="utf-8")
     statement = text[text.index(BEGIN) : text.index(END) + len(END)]
@@ -541,7 +539,6 @@ def test_an_index_that_is_none_is_found(whole):
 
 
 def test_an_index_that_points_out_of_the_folder_is_found(whole):
-    """Also one that is digested, as its maker saved it so."""
     path = _poison(whole.parent / "elsewhere", "model.safetensors", f"../whole/{WEIGHTS}")
     names = load_file(whole / WEIGHTS)
     (whole / WEIGHTS).unlink()
@@ -657,7 +654,6 @@ def test_a_file_beside_the_weights_that_was_changed_is_found(name, whole):
 
 
 def test_a_ledger_with_digests_of_weights_only_is_verified(whole):
-    """As of version 0.1."""
     ledger = Ledger.load(whole / LEDGER_NAME)
     files = {name: value for name, value in ledger.saved[-1].files.items() if name == WEIGHTS}
     ledger.snapshot(2, files).save(whole / LEDGER_NAME)

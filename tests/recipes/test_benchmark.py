@@ -64,7 +64,6 @@ def test_our_methods_run_on_images_adapters_and_correlated_noise(model, methods)
 @pytest.mark.parametrize("name", ["adamw_compiled", "dp_grape_compiled"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of importing the compiler
 def test_training_is_compiled_where_that_is_asked_for(name, monkeypatch):
-    """By a compiler that takes seconds."""
     from torch._dynamo.utils import counters  # not above: it takes seconds
 
     compiled = METHODS[name]

@@ -418,7 +418,6 @@ def test_a_run_on_every_kind_of_task(task, options, folder, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_and_leaves_a_plain_model(folder, tmp_path, capsys):
-    """By the same command; embeddings are tied."""
     options = {"config": "reference_code", "target_epsilon": 6}
     options |= {"learning_rate": 1e-3, "max_grad_norm": 0.1}
     options |= {"max_steps": 60, "projection_rank": 4, "save_model": True}

@@ -134,7 +134,6 @@ def test_singular_vectors_are_orthonormal_and_computed_in_float32():
 
 @pytest.mark.parametrize("method", ["adam", "lora"])
 def test_a_counterpart_is_the_plain_trainer(method, tmp_path):
-    """With PEFT, if it is LoRA."""
     expected = plain_trainer(tmp_path / "plain", tiny(method), steps=5)
     found = run(tmp_path / "ours", method, **PLAIN, max_steps=5)
     assert_same_steps(found, expected, atol=1e-5, rtol=1e-4)

@@ -48,7 +48,6 @@ def test_spectra_are_written(tmp_path, images):
 
 
 def test_clipped_sums_take_all_options_of_an_example_together():
-    """They are sums of each example's own gradient, clipped over all parameters."""
     torch.manual_seed(0)
     model = score_answers(only("opt").model()).eval()
     kinds = ("q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2")

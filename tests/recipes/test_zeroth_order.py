@@ -171,7 +171,6 @@ def test_directions_are_standard_normal_and_differ_everywhere():
 
 
 def test_blocks_of_rows_make_up_the_weight_moved(monkeypatch):
-    """Also of a weight that is stored by columns, and of one that is a single number."""
     monkeypatch.setattr(directions_module, "_BLOCK", 8)
     weights = {
         "matrix": nn.Parameter(torch.randn(7, 3)),

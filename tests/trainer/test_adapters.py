@@ -28,7 +28,6 @@ def llama():
 
 @pytest.mark.slow
 def test_its_change_is_that_of_dp_grape(tmp_path, monkeypatch):
-    """With the same weights trained, no noise and no clipping."""
     monkeypatch.setattr(principal, "_TURNS", 100)  # random weights have no few directions
     for module in (principal, probes):  # which are worse conditioned on fewer tokens
         monkeypatch.setattr(module, "TOKENS", 1024)

@@ -159,7 +159,6 @@ REMEMBERING = {
 
 @pytest.mark.parametrize("what", REMEMBERING)
 def test_what_remembers_examples_releases_nothing_of_them(what, tmp_path):
-    """Before the first step, or by the example that changes it."""
     settings, reason = REMEMBERING[what]
     assert_refused(make_trainer(tmp_path, **settings()), reason)
 

@@ -107,7 +107,6 @@ def misfit(host, ours):
 
 @pytest.mark.parametrize("name", ["training_step", "_load_best_model", "_push_from_checkpoint"])
 def test_a_host_that_lost_a_seam_is_refused(name, monkeypatch, tmp_path):
-    """Whichever of the mixins replaces it."""
     monkeypatch.setattr(Trainer, f"{name}_of_another_name", getattr(Trainer, name), raising=False)
     monkeypatch.delattr(Trainer, name)
     with pytest.raises(PrivacyError, match=rf"{transformers.__version__} has no {name}\(\), which"):
@@ -204,7 +203,6 @@ def test_the_trainer_uploads_only_where_we_stand_in_its_place(version):
 
 
 def test_trl_has_what_its_private_trainer_replaces_and_uploads_nothing():
-    """Of the version that is installed."""
     pytest.importorskip("trl", reason="TRL is an optional extra")
     from dp_grape_hf import DPGrapeSFTTrainer
 

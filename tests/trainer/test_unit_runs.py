@@ -45,7 +45,6 @@ def _of_user(weights, examples):
 
 
 def test_a_release_is_the_clipped_sum_over_users(tmp_path, releases):
-    """Autograd per user, sum, clip, sum, divide by the expected number of users."""
     rows = owned().examples
     listed = [{**r, "x": r["x"].tolist(), "labels": int(r["labels"])} for r in rows]
     trainer, watch = _run(

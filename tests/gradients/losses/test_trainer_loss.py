@@ -90,8 +90,6 @@ def shrunk(outputs, labels):
 
 @pytest.mark.parametrize(("cls", "loss"), [(Squared, squared), (Shrinks, shrunk)])
 def test_a_loss_of_the_trainers_own_is_what_is_trained(cls, loss, tmp_path):
-    """Also if it changes what the host computes."""
-
     class Tiny(TinyForSequenceClassification):
         """Has no suffix that tells its loss."""
 

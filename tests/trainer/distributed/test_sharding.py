@@ -141,7 +141,6 @@ def test_a_checkpoint_is_that_of_one_process(name, folder, one, two):
 @pytest.mark.parametrize("name", RESUMED)
 @pytest.mark.parametrize("processes", [2, 3])
 def test_any_number_of_processes_goes_on_from_it(name, processes, one, two, three):
-    """Two from a checkpoint of one process, three from a checkpoint of two."""
     for found in results({2: two, 3: three}[processes], "resume"):
         expected = one["uninterrupted", name]["weights"][-1]
         assert_same_weights(found[name]["weights"][-1], expected, **TOLERANCE)
