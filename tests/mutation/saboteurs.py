@@ -16,8 +16,8 @@ import yaml
 
 from dp_grape_hf.accounting import Releases
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.gradients import forms as representations, replay, units
-from dp_grape_hf.gradients.checks import draws, spot_checks, state, unused
+from dp_grape_hf.gradients import replay, units
+from dp_grape_hf.gradients.checks import spot_checks, state, unused
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import (
     LogicalBatch,
@@ -34,7 +34,7 @@ from dp_grape_hf.mechanism.clipping import Factors, add_weighted_sum_
 from dp_grape_hf.optimizers import ProjectedOptimizer
 from dp_grape_hf.publishing import model_files, publisher, verification
 from dp_grape_hf.publishing.model_files import is_weights
-from dp_grape_hf.trainer import collators, mixin, overlap, remembered
+from dp_grape_hf.trainer import collators, mixin, overlap
 
 Apply = Callable[[pytest.MonkeyPatch], None]
 
@@ -112,13 +112,6 @@ def _drawn_divisor(patch):
     patch.setattr(PrivateMechanism, "begin", begins)
     patch.setattr(PrivateMechanism, "accumulate", accumulates)
     patch.setattr(PrivateMechanism, "release", releases)
-
-
-def _tied_norm_without_cross_terms(patch):
-    def squared_norm(self):
-        return torch.stack([part.squared_norm() for part in self.parts]).sum(0)
-
-    patch.setattr(representations.GradientSum, "squared_norm", squared_norm)
 
 
 def _noise_from_seed(patch):
@@ -205,17 +198,6 @@ def _groups_by_index(patch):
         self._ends = torch.tensor(sizes).cumsum(0).tolist()
 
     patch.setattr(Groups, "__init__", init)
-
-
-def _groups_anew(patch):
-    original = PoissonBatchSampler._draw_of_group
-
-    def draw(self, groups, number):
-        if number % groups.count == 0:
-            vars(groups).update(vars(Groups(self.num_samples, groups.count, self.generator)))
-        return original(self, groups, number)
-
-    patch.setattr(PoissonBatchSampler, "_draw_of_group", draw)
 
 
 def _accounted_with(**changes):
@@ -349,10 +331,6 @@ def _one_stream(patch):
         patch.setattr(module, "with_separate_seeds", with_separate_seeds)
 
 
-def _lengths_of_the_data_tried(patch):
-    patch.setattr(replay, "_of_other_lengths", lambda _, rows: rows)
-
-
 def _frozen_by_the_first_example(patch):
     def public_inputs(self):
         return lambda: iter([self.data_collator([dict(self.train_dataset[0])])])
@@ -388,14 +366,12 @@ BROKEN = {
     "gradient factors do not count in the norm": _factors_unmeasured,
     "gradient factors do not meet the noise": _factors_after_the_noise_alone,
     "NaN passes the clip": _nan_is_finite,
-    "a tied norm has no cross terms": _tied_norm_without_cross_terms,
     "a user's examples are clipped one by one": _with(
         units, "_of_units", lambda gradients, sizes: gradients
     ),
     "draws have a fixed size": _without_replacement,
     "every step has the same draw": _same_draw,
     "groups are by index": _groups_by_index,
-    "groups are formed anew in each round": _groups_anew,
     "bands are accounted at rate q": _accounted_with(bands=1),
     "columns are longer than 1": _long_columns,
     "a checkpoint holds earlier noise": _noise_is_saved,
@@ -405,7 +381,6 @@ BROKEN = {
     "a physical batch is collated as a whole": _with(LogicalBatchCollator, "__call__", _together),
     "examples are collated under one stream": _one_stream,
     "a collator that mixes is not tried": _never(collators, "refuse_other_rows"),
-    "rows are tried at their own lengths": _lengths_of_the_data_tried,
     "a run is not watched": _never(spot_checks.SpotCheckedEngine, "_chosen"),
     "states are not compared": _with(state.StateGuard, "compare", lambda *_: None),
     "coins of an example follow from the global stream": _with(
@@ -420,7 +395,6 @@ BROKEN = {
         mixin.DPGrapeMixin, "metric_prefixes", ("eval",)
     ),
     "nobody's random numbers are changed": _with(replay, "_CHANGES", ()),
-    "random numbers are not set to their bounds": _never(draws, "_bounds"),
     "rows are tried in one order": _never(replay._Examination, "_compare_reordered"),
     "gradients are not compared with those of rows alone": _with(
         replay._Examination, "_wrong", lambda *_: ""
@@ -428,11 +402,7 @@ BROKEN = {
     "losses are not compared with those of rows alone": _with(
         replay._Examination, "_other_losses", lambda *_: False
     ),
-    "a generator of one's own is not seen": _with(draws, "is_public", lambda _: True),
     "principal directions are of the training data": _measured_on_the_training_data,
-    "results are kept for later runs whatever they were measured on": _with(
-        remembered, "SyntheticInputs", object
-    ),
     "verify does not look into folders": _folders_unseen,
     "verify compares weights alone": _configs_unread,
     "a folder that changed after the model was saved is sent": _with(
