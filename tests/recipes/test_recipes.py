@@ -81,12 +81,3 @@ def test_the_split_is_reproducible_and_disjoint():
     )
     assert all(-1 <= example["pixel_values"].min() for example in test)
     assert all(example["pixel_values"].max() <= 1 for example in test)
-
-
-@pytest.mark.parametrize("method", ["dp_galore", "adam"])
-def test_digits_trains_by_other_methods(method, tmp_path):
-    """The budget of the configuration does not stand in the way of one that is not private."""
-    results = digits.main(parse(tmp_path, method=method, max_steps=1))
-    assert results["privacy"]["private"] == (method != "adam")
-    assert results["settings"]["method"] == method
-    assert results["state_bytes"] > 0

@@ -19,7 +19,6 @@ from dp_grape_hf.ledger import LEDGER_NAME, Ledger
 from recipes.paper import vit
 from recipes.paper.experiment import CONFIGS, main, parse
 from recipes.paper.images import Batches, Images, Source, load_images
-from recipes.paper.methods import METHODS
 from tests.support.experiments import resumed
 from tests.support.images import SMALL, both_splits, random_arrays, words, write_idx, write_mnist
 
@@ -204,15 +203,6 @@ def test_training_examples_are_drawn_by_the_seed(tmp_path, data):
     assert list(vit.drawn(rows, 10, seed=1)) != list(vit.drawn(rows, 10, seed=2))
     with pytest.raises(ValueError, match="train_examples=101 must be from 1 to 100"):
         vit.drawn(rows, 101, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dp_lora", "adam"])
-def test_other_methods_train(method, tmp_path, data):
-    changes = {} if METHODS[method].private else {"noise_multiplier": None, "max_grad_norm": None}
-    result = run(tmp_path, data, method=method, max_steps=1, lora_rank=2, **changes)
-    assert result["settings"]["method"] == method
-    assert result["privacy"]["private"] == METHODS[method].private
 
 
 def test_fine_tuning_starts_from_the_checkpoint_with_another_head(tmp_path, data):

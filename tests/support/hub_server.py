@@ -170,8 +170,6 @@ class _Handler:
         sent = b"" if request.method == "HEAD" else data
         return HTTP.Response(status, headers=headers, content=sent)
 
-    # ---- What is asked for ----
-
     def _route(self, asked, path, token, body):
         path = path.partition("?")[0]
         if match := re.fullmatch(r"/large/(?P<oid>\w{64})", path):  # signed elsewhere, no token
