@@ -548,6 +548,16 @@ def test_unsuitable_settings_are_reported_before_the_first_step(changes, said, t
     assert any(said in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize(
+    ("effect", "most", "chosen", "warns"),
+    [(0.01, 1, False, 1), (0.1, 1, False, 0), (0.01, 3, False, 0), (0.01, 1, True, 0)],
+)
+def test_a_rate_too_small_without_a_new_head_is_reported(effect, most, chosen, warns):
+    body = Group("body", ["weight"], 4, 2e-5, noise=2.0, most=most, effect=effect)
+    warnings = rate_warnings(Rates({"weight": 2e-5}, body, None, False), chosen=chosen)
+    assert ["at learning_rate=2e-05, even noise" in text for text in warnings] == [True] * warns
+
+
 def test_no_warning_concerns_chosen_settings(tmp_path, caplog):
     trainer_of(tmp_path / "out", pretrained(tmp_path / "base"), eps=100.0).start()
     assert not [r for r in caplog.records if r.name.startswith("dp_grape_hf")]

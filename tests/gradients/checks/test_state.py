@@ -5,7 +5,9 @@ import pickle
 import random
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import ClassVar
+from weakref import proxy
 
 import numpy as np
 import pytest
@@ -97,6 +99,10 @@ def running():
 
 def tensor_through_data(tensor, value):
     tensor.data = torch.full_like(tensor, value)
+
+
+def _set_last(kept, value):
+    kept[-1] = value
 
 
 UNSOUND = {
@@ -280,6 +286,42 @@ def test_what_a_hook_remembers_is_seen(where):
     with pytest.raises(UnsupportedModelError, match=f"{name} of the model"):
         with StateGuard(model=model).unchanged():
             model.norm(torch.randn(2, 3))
+
+
+class Trainer:
+    """Counts as the trainer of transformers, by its name."""
+
+    def __init__(self):
+        self.state, self.args = SimpleNamespace(), SimpleNamespace()
+        self.meter, self.teacher = Counting(), Parent()
+
+    def compute_loss(self):
+        pass
+
+
+@pytest.mark.parametrize("loss", [proxy, lambda trainer: trainer.compute_loss])
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda t: t.meter(1), "meter.count"),
+        (lambda t: t.teacher.layer.table.add_(1), "table"),
+        (lambda t: setattr(t.state, "mean", 1), "mean"),
+        (lambda t: setattr(t.args, "mean", 1), "mean"),
+    ],
+)
+def test_what_a_subclass_of_the_trainer_remembers_is_seen(change, where, loss):
+    trainer = Trainer()
+    with pytest.raises(PrivacyError, match=f"{where} of the loss"):
+        with StateGuard(loss=loss(trainer)).unchanged():
+            change(trainer)
+
+
+def test_a_large_model_hides_no_memory_of_the_loss(monkeypatch):
+    monkeypatch.setattr(state, "_MOST_PLACES", 3)
+    loss = Keeping([], list.append)
+    with pytest.raises(PrivacyError, match="kept of the loss"):
+        with StateGuard(model=Parent(), loss=loss).unchanged():
+            loss(1)
 
 
 def test_a_change_in_place_is_seen_by_the_version_counter():
