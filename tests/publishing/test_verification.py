@@ -189,12 +189,23 @@ TAMPERING = {
         _in_the_ledger(lambda e: e[1].update(count=4)),
         {"chain", "budget"} | CARD | BY_BOTH,
     ),
+    "delta": (
+        _in_the_ledger(lambda e: e[0]["mechanism"].update(target_delta=1e-3)),
+        {"chain"} | CARD,
+    ),
     "no delta": (
         _in_the_ledger(
             lambda e: e[0]["mechanism"].update(target_delta=None, target_epsilon=None), rewrite
         ),
         CARD,
     ),
+    "sigma, everywhere": (
+        _in_the_ledger(
+            lambda e: [x.update({"noise_multiplier": 9.0}) for x in (e[0]["mechanism"], e[1], e[3])]
+        ),
+        {"chain"} | CARD,
+    ),
+    "the order": (_in_the_ledger(lambda e: e.insert(1, e.pop(2))), {"ledger"}),
     "the last entry is gone": (
         _in_the_ledger(lambda e: e.pop()),
         {f"weights: {WEIGHTS}", "updates"},
