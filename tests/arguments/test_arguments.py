@@ -13,12 +13,11 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from dp_grape_hf import DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.accounting import ACCOUNTANTS, DEFAULT, Adjacency
 from dp_grape_hf.arguments import DPGrapeArguments
 from dp_grape_hf.arguments.arguments import ALIASES, HOST_RATE, INDEPENDENT, RANK, UPDATE_STEPS
 from dp_grape_hf.arguments.refusals import FIXED_OF_HOST, TRACKERS
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.gradients import ENGINES, GradSampleMode
 from dp_grape_hf.ledger import BANDED, Clipping, EarlierData
 from dp_grape_hf.optimizers import UPDATE_RULES

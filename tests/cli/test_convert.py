@@ -1,6 +1,7 @@
 """``dp-grape convert`` makes a script private by its imports, and the script trains."""
 
 import json
+import re
 import runpy
 import sys
 
@@ -142,17 +143,19 @@ def test_every_form_of_import_is_changed(before, after):
     assert converted(before) == (before if after is None else after)
 
 
-def test_a_script_that_imports_no_trainer_by_name_is_refused(tmp_path, capsys):
-    (tmp_path / "run.py").write_text("import transformers\ntransformers.Trainer()\n")
-    assert main(["convert", str(tmp_path / "run.py")]) == 2
-    said = capsys.readouterr().err
-    assert "imports none of Trainer" in said
-    assert "by dp_grape_hf.DPGrapeTrainer" in said
+BY_NAME = "imports none of Trainer.* by dp_grape_hf.DPGrapeTrainer"
 
 
-@pytest.mark.parametrize(("text", "reason"), [(None, "does not exist"), ("x = (", "line 1, has a")])
-def test_a_script_that_cannot_be_read_is_an_error(text, reason, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "does not exist"),
+        ("x = (", "line 1, has a"),
+        ("import transformers\ntransformers.Trainer()\n", BY_NAME),
+    ],
+)
+def test_a_script_that_cannot_be_converted_is_an_error(text, reason, tmp_path, capsys):
     if text is not None:
         (tmp_path / "run.py").write_text(text)
     assert main(["convert", str(tmp_path / "run.py")]) == 2
-    assert reason in capsys.readouterr().err
+    assert re.search(reason, capsys.readouterr().err, re.DOTALL)

@@ -27,8 +27,7 @@ import transformers
 from torch import Tensor
 from tqdm import tqdm
 
-from dp_grape_hf import per_sample_gradients
-from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf import UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import ENGINES
 from dp_grape_hf.projections import ProjectionSchedule, default_targets
 from recipes.report.checks import model_matrix

@@ -12,9 +12,8 @@ from typing import get_type_hints
 import pytest
 import torch
 
-from dp_grape_hf import DPGrapeTrainingArguments
+from dp_grape_hf import DPGrapeTrainingArguments, PrivacyError
 from dp_grape_hf.arguments import DPGrapeArguments
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.trainer.bad_data import described, explaining_bad_data
 from tests.support.marks import slow_but
 from tests.support.models import row

@@ -29,9 +29,7 @@ HOSTS = {
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch):
-    """No progress bars of ``map``, and nothing is sent, as the originals would."""
-    datasets.disable_progress_bars()
-    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)
+    monkeypatch.setattr("trl.trainer.base_trainer.send_telemetry", lambda **kwargs: None)  # of TRL
 
 
 def _of_pairs(kind):

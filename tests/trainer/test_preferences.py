@@ -4,8 +4,7 @@ import datasets
 import pytest
 import torch
 
-from dp_grape_hf import PrivacyError
-from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import PREFERENCES, functions, make_engine
 from dp_grape_hf.gradients.losses.pairs import by_halves, side_by_side
 from tests.models.matrix import dense, projectors_for

@@ -5,8 +5,7 @@ import copy
 import pytest
 import torch
 
-from dp_grape_hf import PrivacyError
-from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf import PrivacyError, UnsupportedModelError
 from dp_grape_hf.ledger import CARD_NAME, LEDGER_NAME, Ledger
 from dp_grape_hf.ledger.entries import Projection
 from dp_grape_hf.projections import default_targets, principal_directions, synthetic_batches

@@ -21,9 +21,8 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from dp_grape_hf import DPGrapeTrainer
+from dp_grape_hf import DPGrapeTrainer, PrivacyError
 from dp_grape_hf.distributed import group_size
-from dp_grape_hf.errors import PrivacyError
 from dp_grape_hf.ledger import Ledger
 from dp_grape_hf.mechanism import Streams
 from recipes.paper.methods import METHODS

@@ -10,8 +10,7 @@ import torch
 from accelerate import ParallelismConfig
 from safetensors.torch import load_file
 
-from dp_grape_hf import PrivacyError
-from dp_grape_hf.errors import UnsupportedModelError
+from dp_grape_hf import PrivacyError, UnsupportedModelError
 from dp_grape_hf.gradients import layerwise, replay
 from dp_grape_hf.gradients.definition import FunctorchEngine
 from dp_grape_hf.gradients.layerwise import LayerwiseEngine
