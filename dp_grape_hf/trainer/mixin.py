@@ -115,6 +115,7 @@ from dp_grape_hf.trainer.data import (
 )
 from dp_grape_hf.trainer.inputs_by_form import InputsByForm, first_row, form_of
 from dp_grape_hf.trainer.launcher import refuse_following_metrics, refuse_launcher
+from dp_grape_hf.trainer.overlap import refuse_repeated
 from dp_grape_hf.trainer.override_checks import is_hosts, require_overrides
 from dp_grape_hf.trainer.remembered import remembering
 from dp_grape_hf.trainer.rows import Unseen, warn_of_rows
@@ -243,6 +244,8 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
             )
         require_overrides(self)
         check_dataset(train_dataset)
+        if train_dataset is not None and args.private and args.privacy_unit_column is None:
+            refuse_repeated(train_dataset)
         self._held_out = HeldOut()
         self._held_out.require(eval_dataset, [train_dataset], args, "eval_dataset")
         refuse_public_dataset(public_dataset, train_dataset, args)

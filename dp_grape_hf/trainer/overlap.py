@@ -1,4 +1,4 @@
-"""Rows that two data sets share, determined by digests of their contents.
+"""Rows that two data sets share, determined by digests of their contents, and repeated rows.
 
 Shapes: N rows.
 """
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Subset
 
 from dp_grape_hf.arguments import DPGrapeArguments
+from dp_grape_hf.errors import require
 from dp_grape_hf.gradients import keeping_random_state
 from dp_grape_hf.phases import advance, progress
 from dp_grape_hf.trainer.bad_data import explaining_bad_data
@@ -110,6 +111,28 @@ class TrainingRows:
                 digests[n] = hash(repr(held)) if any(held) else 0
                 advance(len(digests))
         return digests
+
+
+def refuse_repeated(dataset: Any) -> None:
+    """Refuse training data with one element of a data set in several rows.
+
+    Elements are compared by their index, through ``Subset``, ``ConcatDataset`` and ``select``.
+
+    Raises:
+        PrivacyError: there is such an element.
+    """
+    rows: dict[int, list[Numbers]] = {}
+    for piece in _pieces_of(dataset):
+        indices = getattr(piece.data, "_indices", None)  # of a ``datasets.Dataset``
+        at = piece.rows if indices is None else indices.column(0).to_numpy()[piece.rows]
+        rows.setdefault(id(piece.data), []).append(at)
+    for at in map(np.concatenate, rows.values()):
+        require(
+            len(np.unique(at)) == len(at),
+            "train_dataset has an element of a data set in several rows (by Subset, ConcatDataset "
+            "or select). Epsilon protects a row, so it would not protect that element. List each "
+            "element once, and weigh its loss if it should count more; or set privacy_unit_column.",
+        )
 
 
 @dataclass

@@ -6,9 +6,12 @@ import datasets
 import pytest
 import torch
 from datasets import Dataset, Features, Image, SplitInfo
+from torch.utils.data import ConcatDataset, Subset
 
+from dp_grape_hf.errors import PrivacyError
+from dp_grape_hf.trainer.overlap import refuse_repeated
 from dp_grape_hf.trainer.rows import warn_of_rows
-from tests.support.trainers import make_trainer
+from tests.support.trainers import make_trainer, points
 
 SOURCE = 24
 BEGIN, END, PAD = 1, 2, 0
@@ -164,6 +167,32 @@ def test_the_size_of_a_loaded_split_is_known_after_map(tmp_path, caplog):
 def test_only_private_runs_without_a_unit_are_warned(settings, warns, tmp_path, caplog):
     make_trainer(tmp_path, train_dataset=cut(ID), **settings)
     assert sum(r.levelno >= logging.WARNING for r in caplog.records) == warns
+
+
+POINTS, TABLE = points(), Dataset.from_dict({"x": list(range(24))})
+REPEATED = {
+    "Subset": Subset(POINTS, [0, 1, 1]),
+    "ConcatDataset": ConcatDataset([POINTS, Subset(POINTS, [3])]),
+    "select": TABLE.select([5, 2, 5]),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_an_element_in_several_rows_is_refused(name):
+    with pytest.raises(PrivacyError, match="an element of a data set in several rows"):
+        refuse_repeated(REPEATED[name])
+
+
+def test_only_private_runs_without_a_unit_refuse_repeated_elements(tmp_path):
+    halves = [Subset(POINTS, range(12)), Subset(POINTS, range(12, 24))]
+    for sound in (ConcatDataset(halves), TABLE.select([5, 2]), ConcatDataset([POINTS, points()])):
+        refuse_repeated(sound)
+    twice = ConcatDataset([POINTS, POINTS])
+    make_trainer(tmp_path, train_dataset=twice, noise_multiplier=0.0)
+    by_owner = {"privacy_unit_column": "id", "expected_batch_size": 4}
+    make_trainer(tmp_path, train_dataset=twice, **by_owner)
+    with pytest.raises(PrivacyError, match="in several rows"):
+        make_trainer(tmp_path, train_dataset=twice)
 
 
 def test_blocks_are_recognized_by_the_tokenizer_of_the_collator(tmp_path, caplog):
