@@ -199,6 +199,9 @@ class PerSampleEngine(ABC):
             branches: layer -> its branch, which an engine may compute together with the layer.
         """
 
+    def check_next(self) -> None:  # noqa: B027 - optional
+        """Check the next physical batch: the model or the loss may have changed."""
+
     def use(self, step: int) -> None:  # noqa: B027 - optional
         """Receive the number of the logical step, from 0, before its physical batches."""
 
@@ -334,6 +337,9 @@ class OuterEngine(PerSampleEngine):
     @property
     def reseeds_host(self) -> bool:  # type: ignore[override]
         return self.examples.reseeds_host
+
+    def check_next(self) -> None:
+        self.examples.check_next()
 
     def layout(self, projectors: Mapping[str, Projector]) -> Layout:
         return self.examples.layout(projectors)

@@ -135,6 +135,8 @@ class PrivateMechanism:
         # Tensors of a simulation have no numbers.
         thorough = not (self._unchanged_once or self.per_sample.simulated)
         self._before = self._state.snapshot(thorough=thorough)
+        if self._state.changed_before:  # by a callback; or this is the first step
+            self.per_sample.check_next()
 
     def accumulate(self, inputs: Inputs) -> Tensor:
         """Add the clipped gradients of a physical batch; return its losses (B,), sensitive."""

@@ -123,8 +123,10 @@ def refuse_repeated(dataset: Any) -> None:
     """
     rows: dict[int, list[Numbers]] = {}
     for piece in _pieces_of(dataset):
-        indices = getattr(piece.data, "_indices", None)  # of a ``datasets.Dataset``
-        at = piece.rows if indices is None else indices.column(0).to_numpy()[piece.rows]
+        at = piece.rows
+        indices: Any = getattr(piece.data, "_indices", None)
+        if hasattr(indices, "column"):  # of a ``datasets.Dataset``
+            at = indices.column(0).to_numpy()[at]
         rows.setdefault(id(piece.data), []).append(at)
     for at in map(np.concatenate, rows.values()):
         require(

@@ -21,6 +21,7 @@ from transformers import (
     DataCollatorWithPadding,
     GPT2Config,
     GPT2ForSequenceClassification,
+    TrainerCallback,
     default_data_collator,
 )
 
@@ -269,6 +270,27 @@ def test_what_remembers_or_mixes_later_is_stopped_before_that_release(
     case = Case("", model, PADDED, FULL)
     with pytest.raises(PrivacyError, match=reason):
         released(case, PADDED, tmp_path, monkeypatch, max_steps=60)
+
+
+class Centering(TrainerCallback):
+    """Lets a model read the differences to the mean row."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            model = kwargs["model"]
+            read = model.read
+            model.read = lambda x, mask: read(x - x.mean(0), mask)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_callback_that_changes_the_model_is_checked_at_once(step, tmp_path, monkeypatch):
+    monkeypatch.setattr(spot_checks, "SHARE", 0.0)
+    case = Case("", TextForSequenceClassification, PADDED, FULL)
+    with pytest.raises(PrivacyError, match="differs from its gradient alone"):
+        released(case, PADDED, tmp_path, monkeypatch, max_steps=2, callbacks=[Centering(step)])
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
 does not show, and a model may remember earlier examples. So 1 % of the physical batches, and one
 row of each, are chosen at random and in secret. The gradient of this row is computed again from the
 row alone, with the random numbers that the row had in the batch. If the two gradients differ, the
-run stops before this step's release.
+run stops before this step's release. A batch is always chosen if code outside of the passes, such
+as a callback, changed the model or the loss since the last step.
 
 Whether a run stops depends on the data, as for all refusals.
 """
@@ -64,6 +65,10 @@ class SpotCheckedEngine(OuterEngine):
         super().__init__(examples)
         self._tolerance, self._shortest, self._coins = tolerance, shortest, coins
         self._parts = list(parts)
+        self._due = False  # whether the next batch of several rows is checked
+
+    def check_next(self) -> None:
+        self._due = not self.examples.in_step  # other processes may have no batch
 
     def __call__(
         self, inputs: Inputs, projectors: Mapping[str, Projector]
@@ -94,9 +99,11 @@ class SpotCheckedEngine(OuterEngine):
         """Return the row to compare; None for no check."""
         # Every call draws two numbers, so that the generators of all processes stay equal.
         one, other = self._coins.random(), self._coins.random()
-        if one >= SHARE or self.examples.simulated:
+        rows = batch_size_of(inputs)
+        due, self._due = self._due and rows > 1, self._due and rows == 1
+        if self.examples.simulated or (one >= SHARE and not due):
             return None
-        return int(other * batch_size_of(inputs))
+        return int(other * rows)
 
     def _refuse_other(self, among_rows: Sketches, alone: Sketches) -> None:
         """Refuse a row whose gradient in the batch differs from its gradient alone."""

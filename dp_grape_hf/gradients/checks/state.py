@@ -92,6 +92,8 @@ class StateGuard:
         self._tensors: list[Tensor] = []
         self._titles: list[str] = []  # the names of these tensors
         self._walked: list[Any] | None = None  # the values at the last walk
+        self._steady = 0  # number of places before those of a trainer, which change in each step
+        self.changed_before = True  # whether such places changed before the last snapshot
 
     def __reduce__(self) -> Any:
         return functools.partial(StateGuard, **self._objects), ()  # another process walks again
@@ -125,8 +127,9 @@ class StateGuard:
                 numbers.
         """
         self._reshard()
-        values = self._read()
-        if self._walked is None or not _same(values, self._walked):
+        values, walked, size = self._read(), self._walked, self._steady
+        self.changed_before = walked is None or not _same(values[:size], walked[:size])
+        if walked is None or not _same(values, walked):
             values = self._walk()
         return _Snapshot(values, self._tensors, _numbers(self._tensors, thorough), thorough)
 
@@ -183,6 +186,7 @@ class StateGuard:
         """List all places and tensors; return their current values."""
         self._places, self._tensors, self._titles = [], [], []
         seen: dict[int, Any] = {}
+        trainers: list[int] = []
         for root in self._objects.items():  # a model first, because its loss may refer to it
             waiting, most = deque([root]), len(self._places) + _MOST_PLACES
             while waiting and len(self._places) < most:
@@ -194,9 +198,12 @@ class StateGuard:
                     self._tensors.append(value)
                     self._titles.append(name)
                     continue
+                if _is_trainer(value):
+                    trainers.append(len(self._places))
                 reads, inside = _explore(name, value)
                 self._places += [(name, read) for read in reads]
                 waiting.extend(inside)
+        self._steady = min(trainers, default=len(self._places))
         self._walked = self._read()
         return self._walked
 
@@ -222,7 +229,7 @@ def _explore(name: str, value: Any) -> tuple[list[Read], _Inside]:
     """Return the places of one object, and the objects that it refers to, with names."""
     if isinstance(value, nn.Module):
         return _of_module(name, value)
-    if type(value) in weakref.ProxyTypes or _is_one_of(value, {"Trainer"}):
+    if _is_trainer(value):
         return _of_trainer(name, value)
     if _is_left_out(value) or isinstance(value, random.SystemRandom):
         return [], []
@@ -242,7 +249,7 @@ def _explore(name: str, value: Any) -> tuple[list[Read], _Inside]:
             return _of_container(name, value)
         case types.MethodType():
             owner, function = value.__self__, value.__func__
-            if _is_one_of(owner, {"Trainer"}) and _is_installed(function.__module__):
+            if _is_trainer(owner) and _is_installed(function.__module__):
                 return [], []  # TRL's loss, which no training batch reaches, counts tokens
             return [], [(name, owner), (name, function)]
         case types.FunctionType():
@@ -389,6 +396,10 @@ def _is_left_out(value: Any) -> bool:
     if type(value).__module__.startswith("torch.distributed."):  # state of gathered weights
         return True
     return _is_one_of(value, _LEFT_OUT)
+
+
+def _is_trainer(value: Any) -> bool:
+    return type(value) in weakref.ProxyTypes or _is_one_of(value, {"Trainer"})
 
 
 def _is_one_of(value: Any, names: Container[str]) -> bool:

@@ -316,6 +316,24 @@ def test_what_a_subclass_of_the_trainer_remembers_is_seen(change, where, loss):
             change(trainer)
 
 
+def test_changes_between_passes_are_noticed_except_those_of_a_trainer():
+    model, trainer, loss = Parent(), Trainer(), Counting()
+    for used, change, noticed in (
+        (loss, lambda: loss(1), True),
+        (loss, lambda: setattr(model.layer, "largest", 2.0), True),
+        (loss, lambda: None, False),
+        (trainer.compute_loss, lambda: setattr(trainer.state, "global_step", 1), False),
+        (trainer.compute_loss, lambda: setattr(model.layer, "largest", 3.0), True),
+    ):
+        guard = StateGuard(model=model, loss=used)
+        guard.snapshot()
+        change()
+        guard.snapshot()
+        assert guard.changed_before == noticed
+        guard.snapshot()
+        assert not guard.changed_before
+
+
 def test_a_large_model_hides_no_memory_of_the_loss(monkeypatch):
     monkeypatch.setattr(state, "_MOST_PLACES", 3)
     loss = Keeping([], list.append)
