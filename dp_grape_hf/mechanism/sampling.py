@@ -216,6 +216,11 @@ class LogicalBatch(list[Any]):
         """Number of examples in this share. Sensitive: never log or save it."""
         return sum(self.sizes)
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors of the physical batches, in order."""
+        return [v for batch in self for v in batch.values() if isinstance(v, torch.Tensor)]
+
     def pin_memory(self) -> "LogicalBatch":
         """Return a copy whose tensors lie in pinned memory; data loaders call this."""
         return LogicalBatch([pin_memory(batch) for batch in self], self.sizes, self.turn)

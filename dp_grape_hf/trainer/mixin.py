@@ -182,6 +182,7 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     _private_norm: Tensor = torch.zeros(())
     _known_streams: Streams | None = None
     _units_read: tuple[Any, Units] | None = None  # data set -> its units, read once
+    _fetched: list[tuple[Tensor, int]] | None = None  # tensors of the next batch, and versions
     _noted: bool = False  # whether the model's config has the note on private training
     _frozen: tuple[str, ...] = ()  # trainable parameters that have no influence on the loss
 
@@ -814,7 +815,9 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """Fetch batches as the host does; if one process fails, all fail."""
         with self._handling_data("Fetching a batch"):
-            return super().get_batch_samples(*args, **kwargs)
+            samples, count = super().get_batch_samples(*args, **kwargs)
+        self._fetched = [(value, value._version) for batch in samples for value in batch.tensors]
+        return samples, count
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Save as the host does; an error says what to do, for instance about a full disk."""
@@ -848,6 +851,16 @@ class DPGrapeMixin(SavingMixin, ShardingMixin):
                 self.releases_left() > 0,  # a callback may have overruled ours
                 f"The budget of {self.plan.steps} releases is spent, and a callback continues. "
                 "Remove the callback that resets control.should_training_stop.",
+            )
+            fetched, self._fetched = self._fetched, None
+            require(
+                fetched is None
+                or [(id(value), version) for value, version in fetched]
+                == [(id(value), value._version) for value in inputs.tensors],
+                f"training_step() of {type(self).__name__} received another batch than the loader "
+                "made. Code that mixes the rows of a batch, as mixup does, lets one example change "
+                "the gradients of others, and no check would see it. Change examples one by one in "
+                "train_dataset or data_collator, or in the forward of the model.",
             )
             if not model.training:  # after an evaluation
                 model.train()

@@ -127,6 +127,19 @@ def test_a_forbidden_override_is_refused_before_data(name, tmp_path):
         make_trainer(tmp_path, cls=cls, train_dataset=object())
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_batch_that_training_step_changes_is_refused(in_place, tmp_path):
+    class Own(DPGrapeTrainer):
+        def training_step(self, model, inputs, *args):
+            for physical in inputs:
+                x = physical["x"]
+                physical["x"] = x.sub_(x.mean(0)) if in_place else x - x.mean(0)
+            return super().training_step(model, inputs, *args)
+
+    with pytest.raises(PrivacyError, match=r"training_step\(\) of Own received another batch"):
+        make_trainer(tmp_path, cls=Own).train()
+
+
 def test_an_optimizer_of_a_subclass_is_refused_by_name(tmp_path):
     class Own(DPGrapeTrainer):
         def create_optimizer(self, *args, **kwargs):
