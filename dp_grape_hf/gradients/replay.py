@@ -53,6 +53,7 @@ from dp_grape_hf.gradients.checks.guards import (
     keeping_random_state,
     same_state,
     seed_all,
+    seed_torch,
     torch_streams,
 )
 from dp_grape_hf.gradients.checks.sketches import (
@@ -584,9 +585,11 @@ def loss_alone(engine: PerSampleEngine, one: Inputs) -> Tensor:
     It is the loss that the model returns, if it returns one.
     """
     if isinstance(engine.loss, ModelLoss):
+        seed = torch.initial_seed()
         returned = engine.loss.of_batch(engine.model, one)
         if returned is not None and returned.isfinite():
             return returned
+        seed_torch(seed)  # the pass below repeats the draws of this one, and adds none
     inputs, labels = split(engine.loss, one)
     return checked(engine.loss(engine.model(**inputs), labels), batch_size_of(one)).mean()
 

@@ -10,7 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import BigBirdConfig, BigBirdForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BigBirdConfig,
+    BigBirdForSequenceClassification,
+)
 
 from dp_grape_hf import PrivacyError, UnsupportedModelError, per_sample_gradients
 from dp_grape_hf.gradients import Dense, keeping_random_state, make_engine
@@ -148,6 +153,17 @@ def test_equal_sizes_of_different_draws_are_no_shared_coin():
     inputs = {"x": torch.randn(3, 9, 4), "y": torch.randn(3, 6, 4)}
     losses, _ = per_sample_gradients(model, inputs, loss=lambda outputs, _: outputs)
     assert losses.shape == (3,)
+
+
+@pytest.mark.parametrize("row", [0, 1, 3])
+def test_a_row_without_labels_draws_as_often_as_others(row):
+    """The loss that the model returns for it is not a number, so the row runs again."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
+    model = BertForMaskedLM(BertConfig(vocab_size=20, num_hidden_layers=1, **sizes)).train()
+    tokens = torch.randint(20, (4, 6))
+    labels = tokens.index_fill(0, torch.tensor(row), -100)
+    losses, _ = per_sample_gradients(model, {"input_ids": tokens, "labels": labels})
+    assert losses.eq(0).nonzero().tolist() == [[row]]
 
 
 def drops_layers(hidden):
