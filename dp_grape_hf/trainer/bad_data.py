@@ -33,7 +33,7 @@ def explaining_bad_data(dataset: Any, doing: str) -> Iterator[None]:
     try:
         yield
     except PrivacyError as error:
-        if any(isinstance(_first(dataset).get(name), str) for name in ("label", "labels")):
+        if _has_text_labels(_first(dataset)):
             error.add_note(_OF_TEXT_LABELS)
         raise
     except (NotImplementedError, torch.OutOfMemoryError):
@@ -86,6 +86,10 @@ def _first(dataset: Any) -> Mapping[str, Any]:
     return example if isinstance(example, Mapping) else {}
 
 
+def _has_text_labels(example: Mapping[str, Any]) -> bool:
+    return any(isinstance(example.get(name), str) for name in ("label", "labels"))
+
+
 def _advice(dataset: Any) -> str:
     first = _first(dataset)
     if "input_ids" not in first and any(isinstance(value, str) for value in first.values()):
@@ -93,6 +97,8 @@ def _advice(dataset: Any) -> str:
             f"{described(dataset)} Its texts are not tokenized. Tokenize them first, for instance "
             "by train_dataset.map(lambda row: tokenizer(row['text'], truncation=True))."
         )
+    if _has_text_labels(first):
+        return _OF_TEXT_LABELS
     return (
         f"{described(dataset)} Each example must be a mapping with the names of the model's inputs "
         "and its labels, all of one form or padded by the data collator."

@@ -184,6 +184,7 @@ DIED = RuntimeError("DataLoader worker (pid 3) exited unexpectedly")
         (PrivacyError("no 'labels'"), {"input_ids": [1], "label": "good"}, "class_encode_column"),
         (KeyError("image"), {"label": 1}, "remove_unused_columns=False"),
         (KeyError("input_ids"), {"text": "Ada", "label": 1}, "Tokenize them first"),
+        (ValueError("no tensor"), {"input_ids": [1], "label": "good"}, "class_encode_column"),
         (DIED, {}, "It failed. A process that fetched examples died"),
     ],
 )
