@@ -52,10 +52,10 @@ def loader_of(
         secret: whether random numbers of data set and collator are secret; tests repeat a run.
     """
     size = args.per_device_train_batch_size
-    batches = (
-        args.logical_batch_size / draws.world_size / size
-    )  # computed from declared numbers only
-    grid = Grid(longest, parts=2 if batches >= _MANY else 1)
+    # Computed from declared numbers only.
+    batches = args.logical_batch_size / draws.world_size / size
+    # Each length takes a compilation, so compiled runs have fewer.
+    grid = Grid(longest, parts=2 if batches >= _MANY and not args.torch_compile else 1)
     seeds = secret_seeds if secret else repeatable_seeds
     column = args.privacy_unit_column
     of_units = column is not None

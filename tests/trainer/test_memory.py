@@ -221,11 +221,18 @@ def _zeros(*size, generator=None, **kwargs):
 
 
 @pytest.mark.parametrize(
-    ("declared", "sizes", "batches", "parts"),
-    [(16, (15, 16, 17), 4, 2), (256, (255, 256), 4, 2), (12, (12,), 2, 1)],
+    ("declared", "sizes", "batches", "parts", "compiled"),
+    [
+        (16, (15, 16, 17), 4, 2, False),
+        (256, (255, 256), 4, 2, False),
+        (12, (12,), 2, 1, False),
+        (16, (16,), 4, 1, True),
+    ],
 )
-def test_lengths_follow_from_the_declared_number_alone(declared, sizes, batches, parts, tmp_path):
-    """Few physical batches have few lengths."""
+def test_lengths_follow_from_the_declared_number_alone(
+    declared, sizes, batches, parts, compiled, tmp_path
+):
+    """Few physical batches have few lengths, and so have compiled runs."""
     grids = set()
     for size in sizes:
         trainer = make_trainer(
@@ -234,6 +241,7 @@ def test_lengths_follow_from_the_declared_number_alone(declared, sizes, batches,
             num_samples=declared,
             expected_batch_size=declared,
             per_device_train_batch_size=declared // batches,
+            torch_compile=compiled,
         )
         grids.add(trainer.get_train_dataloader().collate_fn.collate_rows.grid)
     assert [grid.parts for grid in grids] == [parts]
