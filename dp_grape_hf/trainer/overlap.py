@@ -116,25 +116,50 @@ class TrainingRows:
 def refuse_repeated(dataset: Any) -> None:
     """Refuse training data with one element of a data set in several rows.
 
-    Elements are compared by their index, through ``Subset``, ``ConcatDataset`` and ``select``.
+    Elements are compared by their index, through ``Subset`` and ``ConcatDataset``. The rows of a
+    ``datasets.Dataset`` are compared by their place in memory, which the results of ``select`` and
+    ``concatenate_datasets`` share.
 
     Raises:
         PrivacyError: there is such an element.
     """
-    rows: dict[int, list[Numbers]] = {}
+    buffers: dict[int, int] = {}
+    groups: dict[Any, list[list[Numbers]]] = {}
     for piece in _pieces_of(dataset):
-        at = piece.rows
-        indices: Any = getattr(piece.data, "_indices", None)
-        if hasattr(indices, "column"):  # of a ``datasets.Dataset``
-            at = indices.column(0).to_numpy()[at]
-        rows.setdefault(id(piece.data), []).append(at)
-    for at in map(np.concatenate, rows.values()):
+        stored = hasattr(piece.data, "select_columns") and hasattr(piece.data, "_indices")
+        key = tuple(piece.data.column_names) if stored else id(piece.data)
+        places = _places_of(piece, buffers) if stored else [piece.rows]
+        groups.setdefault(key, []).append(places)
+    for pieces in groups.values():
+        columns = [np.concatenate(column) for column in zip(*pieces, strict=True)]
         require(
-            len(np.unique(at)) == len(at),
-            "train_dataset has an element of a data set in several rows (by Subset, ConcatDataset "
-            "or select). Epsilon protects a row, so it would not protect that element. List each "
-            "element once, and weigh its loss if it should count more; or set privacy_unit_column.",
+            any(len(np.unique(column)) == len(column) for column in columns)
+            or len(np.unique(np.stack(columns), axis=1).T) == len(columns[0]),
+            "train_dataset has an element of a data set in several rows (by Subset, ConcatDataset, "
+            "select or concatenate_datasets). Epsilon protects a row, so it would not protect that "
+            "element. List each element once, and weigh its loss if it should count more; or set "
+            "privacy_unit_column.",
         )
+
+
+def _places_of(piece: _Piece, buffers: dict[int, int]) -> list[Numbers]:
+    """Return the places in memory of rows of a ``datasets.Dataset``: numbers for each column.
+
+    Args:
+        piece: the rows.
+        buffers: the address of each buffer that was found so far -> its number.
+    """
+    table, indices, columns = piece.data.data, piece.data._indices, []
+    rows = piece.rows if indices is None else indices.column(0).to_numpy()[piece.rows]
+    for column in table.itercolumns():
+        starts = np.cumsum([0, *map(len, column.chunks)])
+        first = []
+        for chunk in column.chunks:
+            address = next((b.address for b in chunk.buffers() if b is not None), id(chunk))
+            first.append(buffers.setdefault(address, len(buffers)) * 2**40 + chunk.offset)
+        of_row = np.searchsorted(starts, rows, side="right") - 1
+        columns.append(np.asarray(first)[of_row] + rows - starts[of_row])
+    return columns
 
 
 @dataclass

@@ -5,7 +5,7 @@ import logging
 import datasets
 import pytest
 import torch
-from datasets import Dataset, Features, Image, SplitInfo
+from datasets import Dataset, Features, Image, SplitInfo, concatenate_datasets
 from torch.utils.data import ConcatDataset, Subset
 
 from dp_grape_hf.errors import PrivacyError
@@ -174,6 +174,9 @@ REPEATED = {
     "Subset": Subset(POINTS, [0, 1, 1]),
     "ConcatDataset": ConcatDataset([POINTS, Subset(POINTS, [3])]),
     "select": TABLE.select([5, 2, 5]),
+    "filter": concatenate_datasets([TABLE, TABLE.filter(lambda row: row["x"] < 3)]),
+    "flattened": concatenate_datasets([TABLE, TABLE.select([7]).flatten_indices(), TABLE]),
+    "tables": ConcatDataset([TABLE, TABLE.select([3])]),
 }
 
 
@@ -185,7 +188,13 @@ def test_an_element_in_several_rows_is_refused(name):
 
 def test_only_private_runs_without_a_unit_refuse_repeated_elements(tmp_path):
     halves = [Subset(POINTS, range(12)), Subset(POINTS, range(12, 24))]
-    for sound in (ConcatDataset(halves), TABLE.select([5, 2]), ConcatDataset([POINTS, points()])):
+    copy = Dataset.from_dict({"x": list(range(24))})
+    thirds = [TABLE.shard(3, number) for number in range(3)]
+    for sound in (
+        *(ConcatDataset(halves), TABLE.select([5, 2]), ConcatDataset([POINTS, points()])),
+        *(concatenate_datasets([copy, TABLE]).shuffle(), concatenate_datasets(thirds)),
+        concatenate_datasets([TABLE.add_column("part", [n] * 24) for n in range(2)]),
+    ):
         refuse_repeated(sound)
     twice = ConcatDataset([POINTS, POINTS])
     make_trainer(tmp_path, train_dataset=twice, noise_multiplier=0.0)
