@@ -129,7 +129,7 @@ class StateGuard:
         self._reshard()
         values, walked, size = self._read(), self._walked, self._steady
         self.changed_before = walked is None or not _same(values[:size], walked[:size])
-        if walked is None or not _same(values, walked):
+        if walked is None or self.changed_before or not _same(values[size:], walked[size:]):
             values = self._walk()
         return _Snapshot(values, self._tensors, _numbers(self._tensors, thorough), thorough)
 
