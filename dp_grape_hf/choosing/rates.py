@@ -258,7 +258,7 @@ def _body(
     def bound() -> _Bound:
         count = sum(own.parameter.numel() for own in body.values())
         start = _START * (math.sqrt(_squared(body) / count) or 1.0) / _walk(body)
-        by_noise = _reaching(lambda rate: drift_of_noise((*((n, rate) for n in body),)), start)
+        by_noise = _reaching(lambda rate: drift_of_noise(tuple((n, rate) for n in body)), start)
         one_step = setting.one_step(features.signal(setting.most))
 
         def drift_of_signal(rate: float) -> float:

@@ -134,7 +134,7 @@ def refuse_repeated(dataset: Any) -> None:
         columns = [np.concatenate(column) for column in zip(*pieces, strict=True)]
         require(
             any(len(np.unique(column)) == len(column) for column in columns)
-            or len(np.unique(np.stack(columns), axis=1).T) == len(columns[0]),
+            or np.unique(np.stack(columns), axis=1).shape[1] == len(columns[0]),
             "train_dataset has an element of a data set in several rows (by Subset, ConcatDataset, "
             "select or concatenate_datasets). Epsilon protects a row, so it would not protect that "
             "element. List each element once, and weigh its loss if it should count more; or set "

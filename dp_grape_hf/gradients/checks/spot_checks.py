@@ -100,7 +100,8 @@ class SpotCheckedEngine(OuterEngine):
         # Every call draws two numbers, so that the generators of all processes stay equal.
         one, other = self._coins.random(), self._coins.random()
         rows = batch_size_of(inputs)
-        due, self._due = self._due and rows > 1, self._due and rows == 1
+        due = self._due and rows > 1
+        self._due = self._due and not due
         if self.examples.simulated or (one >= SHARE and not due):
             return None
         return int(other * rows)
